@@ -1,0 +1,131 @@
+// The delta rule (Gated DeltaNet, Kimi Delta Attention): conventional step, prefill, ReplaySSM decode, materialise.
+// Sources: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); Kimi Linear (arXiv 2510.26692); docs/math.md.
+//
+// For one slot and value head, state S [V, K] (a row is a value channel; the key channel is contiguous), one token is
+//
+//   q^ = q / sqrt(|q|^2 + 1e-6) * K^-1/2        k^ = k / sqrt(|k|^2 + 1e-6)
+//   S <- S Diag(e^g);  d = beta (v - S k^);  S <- S + d k^^T;  o = S q^
+//
+// g <= 0 is one number a head (Gated DeltaNet, gate_size 1) or one a key channel (KDA, gate_size K). Everything is FP32.
+// All functions below run the recurrence through one update in one order of arithmetic, so a state reached by replay
+// and fold has the bits of the state reached by delta_step, whatever the batch, the thread count and the windows.
+// Rows may be non-finite: that spoils their own outputs and state alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "replayssm/core/device.h"
+#include "replayssm/ops/rows.h"
+
+namespace replayssm {
+
+// value_size: a multiple of 4. key_size: a multiple of 16, at most 256. heads % key_heads == 0. gate_size: 1 or key_size.
+struct DeltaShape {
+  int heads = 0;      // H
+  int key_heads = 0;  // G
+  int key_size = 0;   // K
+  int value_size = 0; // V
+  int gate_size = 1;
+};
+
+// One layer's state for all slots of a pool. The ring keeps the inputs of the recurrence, nothing computed from a read
+// of the state: k raw, with 1 / sqrt(|k|^2 + 1e-6) beside it; and the products of each record's k^ with the k^ of
+// older records of its window, which depend on no query.
+struct DeltaState {
+  DeltaShape shape;
+  int64_t slots = 0;
+  int64_t checkpoints = 0;
+  int window = 0;                // L >= 1
+  int capacity = 0;              // C > L
+  float* checkpoint = nullptr;   // [checkpoints, H, V, K]
+  float* ring_k = nullptr;       // [slots, G, C, K]
+  float* ring_k_scale = nullptr; // [slots, G, C]
+  float* ring_gram = nullptr;    // [slots, G, C, C]  row: the later record's position, column: the earlier one's
+  float* ring_v = nullptr;       // [slots, H, C, V]
+  float* ring_g = nullptr;       // [slots, H, C, gate_size]
+  float* ring_beta = nullptr;    // [slots, H, C]
+};
+
+// The inputs of N tokens. Consecutive tokens of q, k and v are `*_stride` elements apart, so that all three may lie in
+// one row of a projection; within a token heads are contiguous. g and beta are dense. None may overlap an output.
+struct DeltaTokens {
+  const float* q = nullptr;     // [N, G, K], q_stride
+  const float* k = nullptr;     // [N, G, K], k_stride
+  const float* v = nullptr;     // [N, H, V], v_stride
+  const float* g = nullptr;     // [N, H, gate_size] log-decay, <= 0
+  const float* beta = nullptr;  // [N, H]
+  int64_t q_stride = 0, k_stride = 0, v_stride = 0;
+};
+
+enum class DeltaReadout {
+  // The query is pulled back through the records: o = e^{s_n} S0 (q^ - sum_j c_j k^_j) + sum_j e^{s_n - s_j} c_j v_j,
+  // c_j = beta_j (k^_j.q^ - sum_{i>j} c_i k^_j.k^_i), s_j the inclusive prefix sum of g. Reads S0 once, writes nothing.
+  kPulledBack,
+  // The recurrence is run over the records without writing its result: the outputs have delta_step's bits.
+  kExact,
+};
+
+// Conventional decoding: one token a row. Folds the row's history, if any, steps, and writes checkpoint_out.
+struct DeltaStep {
+  DeltaState state;
+  StateRows rows;
+  DeltaTokens tokens;    // N = B
+  float* out = nullptr;  // [B, H, V]
+};
+void delta_step(const DeltaStep& args, Device& device, std::span<std::byte> workspace);
+
+// ReplaySSM: a window of T tokens a row, 1 <= T <= L. Appends the window's records at logical history .. history+T-1.
+// A row with history + T > L flushes first: its history is folded into checkpoint_out (the caller then moves the
+// cursor to base + history, 0); otherwise no checkpoint is written. A flushing row's outputs come from the folded state.
+struct DeltaDecode {
+  DeltaState state;
+  StateRows rows;
+  int tokens_per_row = 1;  // T <= C - L
+  DeltaTokens tokens;      // N = B * T, a row's tokens together
+  DeltaReadout readout = DeltaReadout::kPulledBack;
+  float* out = nullptr;    // [B * T, H, V]
+};
+void delta_decode(const DeltaDecode& args, Device& device, std::span<std::byte> workspace);
+
+// Prefill: row b holds tokens token_begin[b] .. token_begin[b+1]-1 (possibly none). Folds the row's history, runs the
+// tokens in chunks of matrix products from that state, writes checkpoint_out. Equal to delta_step up to rounding.
+struct DeltaPrefill {
+  DeltaState state;
+  StateRows rows;
+  const int32_t* token_begin = nullptr;  // [B + 1], non-decreasing from 0
+  DeltaTokens tokens;                    // N = token_begin[B]
+  float* out = nullptr;                  // [N, H, V]
+};
+void delta_prefill(const DeltaPrefill& args, Device& device, std::span<std::byte> workspace);
+
+// checkpoint_out[b] <- checkpoint_in[b] with the first rows.history[b] records folded in. The source keeps its bits
+// unless both name one checkpoint.
+struct DeltaMaterialise {
+  DeltaState state;
+  StateRows rows;
+};
+void delta_materialise(const DeltaMaterialise& args, Device& device, std::span<std::byte> workspace);
+
+// The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
+size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& device);
+
+// Gates of Gated DeltaNet, computed and kept in FP32: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+struct DeltaGates {
+  int64_t tokens = 0;              // N
+  int heads = 0;                   // H
+  const float* a = nullptr;        // [N, H], a_stride
+  const float* b = nullptr;        // [N, H], b_stride
+  int64_t a_stride = 0, b_stride = 0;
+  const float* a_log = nullptr;    // [H]
+  const float* dt_bias = nullptr;  // [H]
+  float* g = nullptr;              // [N, H]
+  float* beta = nullptr;           // [N, H]
+};
+void delta_gates(const DeltaGates& args, Device& device);
+
+// Throws Error unless `shape` is one that the functions above accept.
+void check_shape(const DeltaShape& shape);
+
+}  // namespace replayssm

@@ -1,0 +1,28 @@
+// The rows of one step: which slot each row of the batch uses and where that slot's cursor stands.
+//
+// Letters used by every op (docs/math.md): B rows of a batch, T tokens of a row's window, N tokens of the whole batch,
+// H value heads, G key heads (H % G == 0; value head h uses key head h / (H/G)), K key size, V value size,
+// L history window, h committed records of a slot's ring, C = L + largest T: the ring's capacity in records.
+#pragma once
+
+#include <cstdint>
+
+namespace replayssm {
+
+// The slot of a padding row: it reads and writes no state, and its outputs are zeros.
+inline constexpr int32_t kPaddingSlot = -1;
+
+// One cursor (base, history) for all layers: `base` tokens are folded into the checkpoint and `history` more are
+// committed records of the ring. Record i of the history lies at ring position (base + i) % C; token t of the window
+// being decoded is record history + t. The arrays are read only; no op moves a cursor. No two rows that are not padding
+// may name one slot, and no row's checkpoint_out may be another row's checkpoint_in or checkpoint_out.
+struct StateRows {
+  int count = 0;                            // B
+  const int32_t* slot = nullptr;            // [B] in 0 .. slots-1, or kPaddingSlot
+  const int64_t* base = nullptr;            // [B] >= 0
+  const int32_t* history = nullptr;         // [B] 0 .. L
+  const int32_t* checkpoint_in = nullptr;   // [B] checkpoint that is read
+  const int32_t* checkpoint_out = nullptr;  // [B] checkpoint that a flush writes; may equal checkpoint_in
+};
+
+}  // namespace replayssm

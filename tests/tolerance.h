@@ -1,0 +1,11 @@
+// The bounds that tests may use: relative L2 errors against a float64 oracle. A test never carries its own number.
+#pragma once
+
+namespace replayssm::test {
+
+inline constexpr double kFloat64Bound = 1e-12;  // a float64 path, or two oracles against each other
+inline constexpr double kFloat32Bound = 2e-6;   // an FP32 op
+inline constexpr double kBf16Bound = 5e-3;      // an op whose output is rounded to BF16
+inline constexpr double kModelBound = 1e-4;     // a whole model's FP32 logits against another implementation's
+
+}  // namespace replayssm::test
