@@ -41,8 +41,13 @@ struct Product {
   }
 
   Linear args(const float* from, int64_t tokens, std::vector<float>& y) const {
-    Linear linear{.tokens = tokens, .inputs = shape.inputs, .outputs = shape.outputs, .x = from,
-                  .x_stride = shape.inputs, .y = y.data(), .y_stride = shape.outputs};
+    Linear linear{.tokens = tokens,
+                  .inputs = shape.inputs,
+                  .outputs = shape.outputs,
+                  .x = from,
+                  .x_stride = shape.inputs,
+                  .y = y.data(),
+                  .y_stride = shape.outputs};
     if (shape.is_bf16)
       linear.weight = w_bf16.data();
     else

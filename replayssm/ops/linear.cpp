@@ -48,7 +48,9 @@ constexpr int kTileRows = 4;
 #endif
 static_assert(kLinearTileOutputs % kTileRows == 0 && kLinearPassInputs % kLanes == 0);
 
-HWY_INLINE Vec widen(const float* from) { return hn::LoadU(Tag(), from); }
+HWY_INLINE Vec widen(const float* from) {
+  return hn::LoadU(Tag(), from);
+}
 
 HWY_INLINE Vec widen(const Bf16* from) {
   const hn::Rebind<uint32_t, Tag> words;
@@ -56,8 +58,12 @@ HWY_INLINE Vec widen(const Bf16* from) {
   return hn::BitCast(Tag(), hn::ShiftLeft<16>(hn::PromoteTo(words, halves)));
 }
 
-HWY_INLINE float widen_one(float value) { return value; }
-HWY_INLINE float widen_one(Bf16 value) { return to_float(value); }
+HWY_INLINE float widen_one(float value) {
+  return value;
+}
+HWY_INLINE float widen_one(Bf16 value) {
+  return to_float(value);
+}
 
 // The last elements of a row, fewer than a vector, followed by zeros.
 template <typename T>
@@ -117,8 +123,7 @@ struct Tile {
     unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
       const Vec weights = widen_rest(w + r * w_stride + i, count - i);
       unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
-        sums[r * Tokens + t] =
-            hn::MulAdd(weights, widen_rest(x + t * x_stride + i, count - i), sums[r * Tokens + t]);
+        sums[r * Tokens + t] = hn::MulAdd(weights, widen_rest(x + t * x_stride + i, count - i), sums[r * Tokens + t]);
       });
     });
   }
@@ -137,7 +142,8 @@ struct Tile {
 template <typename Body>
 HWY_INLINE void for_each_tile(int64_t token_begin, int64_t token_end, const Body& body) {
   int64_t token = token_begin;
-  for (; token + kTileTokens <= token_end; token += kTileTokens) body(std::integral_constant<int, kTileTokens>(), token);
+  for (; token + kTileTokens <= token_end; token += kTileTokens)
+    body(std::integral_constant<int, kTileTokens>(), token);
   if (token_end - token == 2) body(std::integral_constant<int, 2>(), token);
   if (token_end - token == 1) body(std::integral_constant<int, 1>(), token);
 }
@@ -166,7 +172,8 @@ void multiply_in_passes(const Linear& args, const W* weight, int64_t token_begin
       int64_t i = 0;
       for (; i + kLanes <= count; i += kLanes)
         hn::Store(widen(w + r * args.inputs + i), Tag(), widened + r * kLinearPassInputs + i);
-      if (i < count) hn::Store(widen_rest(w + r * args.inputs + i, count - i), Tag(), widened + r * kLinearPassInputs + i);
+      if (i < count)
+        hn::Store(widen_rest(w + r * args.inputs + i, count - i), Tag(), widened + r * kLinearPassInputs + i);
     }
     for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
       float* saved = sums + (token - token_begin) * kLanes;

@@ -16,16 +16,16 @@ namespace replayssm {
 // Throws Error if a size is negative, a needed pointer is null, a stride is shorter than its row, or not exactly one
 // weight pointer is given.
 struct Linear {
-  int64_t tokens = 0;                // N
-  int64_t inputs = 0;                // I
-  int64_t outputs = 0;               // O
-  const Bf16* weight = nullptr;      // [O, I], this or weight_f32
-  const float* weight_f32 = nullptr; // [O, I]
-  const float* x = nullptr;          // [N, I], x_stride elements between tokens
+  int64_t tokens = 0;                 // N
+  int64_t inputs = 0;                 // I
+  int64_t outputs = 0;                // O
+  const Bf16* weight = nullptr;       // [O, I], this or weight_f32
+  const float* weight_f32 = nullptr;  // [O, I]
+  const float* x = nullptr;           // [N, I], x_stride elements between tokens
   int64_t x_stride = 0;
-  float* y = nullptr;                // [N, O], y_stride
+  float* y = nullptr;  // [N, O], y_stride
   int64_t y_stride = 0;
-  const float* residual = nullptr;   // [N, O] or null, residual_stride
+  const float* residual = nullptr;  // [N, O] or null, residual_stride
   int64_t residual_stride = 0;
 };
 void linear(const Linear& args, Device& device);
