@@ -48,6 +48,11 @@ HWY_INLINE void for_each_vector(int64_t size, const Body& body) {
          [&](Floats value, float* p) HWY_ATTR { store_rest(value, p + i, size - i); });
 }
 
+// e^x for x <= 88; a NaN stays one.
+HWY_INLINE Floats exponential(Floats x) {
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(FloatTag(), x));
+}
+
 // 1 / (1 + e^-x); a NaN stays one.
 HWY_INLINE Floats sigmoid(Floats x) {
   const FloatTag tag;
