@@ -28,7 +28,8 @@ class ThreadPool {
   void parallel_for(int64_t count, int64_t grain, Body&& body) {
     if (count <= 0) return;
     if (workers_.empty() || count <= grain) {
-      for (int64_t begin = 0; begin < count; begin += grain) body(begin, begin + grain < count ? begin + grain : count, 0);
+      for (int64_t begin = 0; begin < count; begin += grain)
+        body(begin, begin + grain < count ? begin + grain : count, 0);
       return;
     }
     run({count, grain,
