@@ -15,7 +15,9 @@ namespace replayssm::test {
 // What memory is filled with before an op may read it: a NaN that stays one when its upper half is read alone.
 inline const float kPoison = std::bit_cast<float>(0x7FC00000u);
 
-inline std::vector<float> poisoned(size_t count) { return std::vector<float>(count, kPoison); }
+inline std::vector<float> poisoned(size_t count) {
+  return std::vector<float>(count, kPoison);
+}
 
 inline std::vector<float> random_normal(std::mt19937_64& random, size_t count, float scale = 1.0f, float mean = 0.0f) {
   std::normal_distribution<float> normal(mean, scale);

@@ -11,7 +11,9 @@ struct Bf16 {
 };
 
 // Exact.
-inline float to_float(Bf16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(Bf16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
 
 // Rounds to nearest, ties to even; a NaN stays a (quiet) NaN.
 inline Bf16 to_bf16(float value) {

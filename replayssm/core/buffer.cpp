@@ -19,6 +19,8 @@ void* allocate_bytes(size_t bytes) {
   return memory;
 }
 
-void free_bytes(void* memory) { std::free(memory); }
+void free_bytes(void* memory) {
+  std::free(memory);
+}
 
 }  // namespace replayssm

@@ -12,7 +12,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace replayssm {
 namespace HWY_NAMESPACE {
-int64_t target() { return HWY_TARGET; }
+int64_t target() {
+  return HWY_TARGET;
+}
 }  // namespace HWY_NAMESPACE
 }  // namespace replayssm
 HWY_AFTER_NAMESPACE();
@@ -37,11 +39,17 @@ int64_t processor_targets() {
 
 }  // namespace
 
-std::vector<std::string> simd_targets() { return target_names(processor_targets()); }
+std::vector<std::string> simd_targets() {
+  return target_names(processor_targets());
+}
 
-std::vector<std::string> unsupported_simd_targets() { return target_names(HWY_TARGETS & ~processor_targets()); }
+std::vector<std::string> unsupported_simd_targets() {
+  return target_names(HWY_TARGETS & ~processor_targets());
+}
 
-std::string simd_target() { return hwy::TargetName(HWY_DYNAMIC_DISPATCH(target)()); }
+std::string simd_target() {
+  return hwy::TargetName(HWY_DYNAMIC_DISPATCH(target)());
+}
 
 void use_simd_target(std::string_view name) {
   for (int64_t rest = processor_targets(); rest != 0; rest &= rest - 1) {

@@ -18,10 +18,10 @@ namespace replayssm {
 // can be rejected: the cursor moves, the inputs stay.
 struct Conv1dState {
   int channels = 0;
-  int width = 0;           // W, 2 .. 8
+  int width = 0;  // W, 2 .. 8
   int64_t slots = 0;
   int capacity = 0;
-  float* window = nullptr; // [slots, capacity, channels]
+  float* window = nullptr;  // [slots, capacity, channels]
 };
 
 // Row b holds tokens token_begin[b] .. token_begin[b+1]-1, at positions base + history, base + history + 1, ...
@@ -30,13 +30,13 @@ struct Conv1dState {
 struct Conv1d {
   Conv1dState state;
   StateRows rows;
-  const int32_t* token_begin = nullptr; // [B + 1], non-decreasing from 0
-  const float* x = nullptr;             // [N, channels], x_stride
+  const int32_t* token_begin = nullptr;  // [B + 1], non-decreasing from 0
+  const float* x = nullptr;              // [N, channels], x_stride
   int64_t x_stride = 0;
-  const float* weight = nullptr;        // [W, channels]
-  const float* bias = nullptr;          // [channels] or null
+  const float* weight = nullptr;  // [W, channels]
+  const float* bias = nullptr;    // [channels] or null
   bool use_silu = true;
-  float* out = nullptr;                 // [N, channels]
+  float* out = nullptr;  // [N, channels]
 };
 void conv1d(const Conv1d& args, Device& device);
 

@@ -6,10 +6,10 @@
 //   q^ = q / sqrt(|q|^2 + 1e-6) * K^-1/2        k^ = k / sqrt(|k|^2 + 1e-6)
 //   S <- S Diag(e^g);  d = beta (v - S k^);  S <- S + d k^^T;  o = S q^
 //
-// g <= 0 is one number a head (Gated DeltaNet, gate_size 1) or one a key channel (KDA, gate_size K). Everything is FP32.
-// All functions below run the recurrence through one update in one order of arithmetic, so a state reached by replay
-// and fold has the bits of the state reached by delta_step, whatever the batch, the thread count and the windows.
-// Rows may be non-finite: that spoils their own outputs and state alone.
+// g <= 0 is one number a head (Gated DeltaNet, gate_size 1) or one a key channel (KDA, gate_size K). Everything is
+// FP32. All functions below run the recurrence through one update in one order of arithmetic, so a state reached by
+// replay and fold has the bits of the state reached by delta_step, whatever the batch, the thread count and the
+// windows. Rows may be non-finite: that spoils their own outputs and state alone.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +21,13 @@
 
 namespace replayssm {
 
-// value_size: a multiple of 4. key_size: a multiple of 16, at most 256. heads % key_heads == 0. gate_size: 1 or key_size.
+// value_size: a multiple of 4. key_size: a multiple of 16, at most 256. heads % key_heads == 0. gate_size: 1 or
+// key_size.
 struct DeltaShape {
-  int heads = 0;      // H
-  int key_heads = 0;  // G
-  int key_size = 0;   // K
-  int value_size = 0; // V
+  int heads = 0;       // H
+  int key_heads = 0;   // G
+  int key_size = 0;    // K
+  int value_size = 0;  // V
   int gate_size = 1;
 };
 
@@ -37,15 +38,15 @@ struct DeltaState {
   DeltaShape shape;
   int64_t slots = 0;
   int64_t checkpoints = 0;
-  int window = 0;                // L >= 1
-  int capacity = 0;              // C > L
-  float* checkpoint = nullptr;   // [checkpoints, H, V, K]
-  float* ring_k = nullptr;       // [slots, G, C, K]
-  float* ring_k_scale = nullptr; // [slots, G, C]
-  float* ring_gram = nullptr;    // [slots, G, C, C]  row: the later record's position, column: the earlier one's
-  float* ring_v = nullptr;       // [slots, H, C, V]
-  float* ring_g = nullptr;       // [slots, H, C, gate_size]
-  float* ring_beta = nullptr;    // [slots, H, C]
+  int window = 0;                 // L >= 1
+  int capacity = 0;               // C > L
+  float* checkpoint = nullptr;    // [checkpoints, H, V, K]
+  float* ring_k = nullptr;        // [slots, G, C, K]
+  float* ring_k_scale = nullptr;  // [slots, G, C]
+  float* ring_gram = nullptr;     // [slots, G, C, C]  row: the later record's position, column: the earlier one's
+  float* ring_v = nullptr;        // [slots, H, C, V]
+  float* ring_g = nullptr;        // [slots, H, C, gate_size]
+  float* ring_beta = nullptr;     // [slots, H, C]
 };
 
 // The inputs of N tokens. Consecutive tokens of q, k and v are `*_stride` elements apart, so that all three may lie in
@@ -78,14 +79,15 @@ void delta_step(const DeltaStep& args, Device& device, std::span<std::byte> work
 
 // ReplaySSM: a window of T tokens a row, 1 <= T <= L. Appends the window's records at logical history .. history+T-1.
 // A row with history + T > L flushes first: its history is folded into checkpoint_out (the caller then moves the
-// cursor to base + history, 0); otherwise no checkpoint is written. A flushing row's outputs come from the folded state.
+// cursor to base + history, 0); otherwise no checkpoint is written. A flushing row's outputs come from the folded
+// state.
 struct DeltaDecode {
   DeltaState state;
   StateRows rows;
   int tokens_per_row = 1;  // T <= C - L
   DeltaTokens tokens;      // N = B * T, a row's tokens together
   DeltaReadout readout = DeltaReadout::kPulledBack;
-  float* out = nullptr;    // [B * T, H, V]
+  float* out = nullptr;  // [B * T, H, V]
 };
 void delta_decode(const DeltaDecode& args, Device& device, std::span<std::byte> workspace);
 
@@ -113,10 +115,10 @@ size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& devi
 
 // Gates of Gated DeltaNet, computed and kept in FP32: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
 struct DeltaGates {
-  int64_t tokens = 0;              // N
-  int heads = 0;                   // H
-  const float* a = nullptr;        // [N, H], a_stride
-  const float* b = nullptr;        // [N, H], b_stride
+  int64_t tokens = 0;        // N
+  int heads = 0;             // H
+  const float* a = nullptr;  // [N, H], a_stride
+  const float* b = nullptr;  // [N, H], b_stride
   int64_t a_stride = 0, b_stride = 0;
   const float* a_log = nullptr;    // [H]
   const float* dt_bias = nullptr;  // [H]

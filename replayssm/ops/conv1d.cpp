@@ -1,0 +1,116 @@
+// The short convolution on the CPU.
+#include "replayssm/ops/conv1d.h"
+
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "replayssm/ops/conv1d.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+// clang-format on
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include <hwy/contrib/math/math-inl.h>
+
+#include "replayssm/core/error.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace replayssm {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// out[c] for channels begin .. end-1 (a multiple of the lanes) of one token; inputs[i] is the input W-1-i tokens ago,
+// null before the first token.
+template <class D>
+HWY_INLINE void conv1d_token(D d, const Conv1d& args, const float* const* inputs, int begin, int end, float* out) {
+  const int channels = args.state.channels;
+  for (int c = begin; c < end; c += static_cast<int>(hn::Lanes(d))) {
+    auto sum = args.bias == nullptr ? hn::Zero(d) : hn::LoadU(d, args.bias + c);
+    for (int i = 0; i < args.state.width; ++i)
+      if (inputs[i] != nullptr)
+        sum = hn::MulAdd(hn::LoadU(d, args.weight + static_cast<ptrdiff_t>(i) * channels + c),
+                         hn::LoadU(d, inputs[i] + c), sum);
+    if (args.use_silu) {
+      // e^88 is still finite, and far beyond it the quotient is 0 either way.
+      const auto exponent = hn::Min(hn::Neg(sum), hn::Set(d, 88.0f));
+      sum = hn::Div(sum, hn::Add(hn::Set(d, 1.0f), hn::Exp(d, exponent)));
+    }
+    hn::StoreU(sum, d, out + c);
+  }
+}
+
+// Channels begin .. end-1 of one row. Outputs of the whole row come first: they read the old window.
+void conv1d_kernel(const Conv1d& args, int row, int begin, int end) {
+  const hn::ScalableTag<float> d;
+  const hn::CappedTag<float, 1> one;
+  const Conv1dState& state = args.state;
+  const ptrdiff_t channels = state.channels;
+  const int first = args.token_begin[row], count = args.token_begin[row + 1] - first;
+  const int32_t slot = args.rows.slot[row];
+  float* out = args.out + first * channels;
+  if (slot == kPaddingSlot) {
+    for (int t = 0; t < count; ++t) std::fill(out + t * channels + begin, out + t * channels + end, 0.0f);
+    return;
+  }
+  const int64_t position = args.rows.base[row] + args.rows.history[row];
+  float* window = state.window + slot * (state.capacity * channels);
+  const int whole = begin + (end - begin) / static_cast<int>(hn::Lanes(d)) * static_cast<int>(hn::Lanes(d));
+  for (int t = 0; t < count; ++t) {
+    const float* inputs[8];
+    for (int i = 0; i < state.width; ++i) {
+      const int64_t source = t - (state.width - 1) + i;  // relative to the row's first token
+      inputs[i] = source >= 0              ? args.x + (first + source) * args.x_stride
+                  : position + source >= 0 ? window + (position + source) % state.capacity * channels
+                                           : nullptr;
+    }
+    conv1d_token(d, args, inputs, begin, whole, out + t * channels);
+    conv1d_token(one, args, inputs, whole, end, out + t * channels);
+  }
+  for (int t = std::max(0, count - state.capacity); t < count; ++t)
+    std::memcpy(window + (position + t) % state.capacity * channels + begin,
+                args.x + (first + t) * args.x_stride + begin, sizeof(float) * (end - begin));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace replayssm
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace replayssm {
+HWY_EXPORT(conv1d_kernel);
+
+void conv1d_cpu(const Conv1d& args, Device& device) {
+  constexpr int kBlock = 512;  // channels of a unit: a row's units are independent of each other
+  const auto kernel = HWY_DYNAMIC_DISPATCH(conv1d_kernel);
+  const int blocks = (args.state.channels + kBlock - 1) / kBlock;
+  device.threads().parallel_for(
+      static_cast<int64_t>(args.rows.count) * blocks, 4, [&](int64_t begin, int64_t end, int) {
+        for (int64_t unit = begin; unit < end; ++unit) {
+          const int channel = static_cast<int>(unit % blocks) * kBlock;
+          kernel(args, static_cast<int>(unit / blocks), channel, std::min(channel + kBlock, args.state.channels));
+        }
+      });
+}
+
+void conv1d(const Conv1d& args, Device& device) {
+  const Conv1dState& state = args.state;
+  require(state.channels >= 1, "conv1d: expected channels >= 1, got {}", state.channels);
+  require(state.width >= 2 && state.width <= 8, "conv1d: expected a width of 2 to 8, got {}", state.width);
+  require(state.capacity >= state.width, "conv1d: expected a window capacity of at least the width {}, got {}",
+          state.width, state.capacity);
+  require(args.x_stride >= state.channels, "conv1d: expected a stride of at least {} elements, got {}", state.channels,
+          args.x_stride);
+  require(args.token_begin != nullptr, "conv1d: expected token_begin, got a null pointer");
+  if (args.rows.count == 0 || args.token_begin[args.rows.count] == 0) return;
+  require(args.x != nullptr && args.weight != nullptr && args.out != nullptr,
+          "conv1d: expected x, weight and out, got a null pointer");
+  for (int b = 0; b < args.rows.count; ++b)
+    require(args.rows.slot[b] == kPaddingSlot || (args.rows.slot[b] >= 0 && args.rows.slot[b] < state.slots),
+            "conv1d: row {}: expected a slot of 0 to {}, got {}", b, state.slots - 1, args.rows.slot[b]);
+  conv1d_cpu(args, device);
+}
+
+}  // namespace replayssm
+#endif  // HWY_ONCE

@@ -1,0 +1,190 @@
+// The delta rule's vector code, compiled once per SIMD target: sums, norms, decays, and the one update that the step,
+// the fold and the exact readout share.
+#if defined(REPLAYSSM_OPS_DELTA_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef REPLAYSSM_OPS_DELTA_INL_H_
+#undef REPLAYSSM_OPS_DELTA_INL_H_
+#else
+#define REPLAYSSM_OPS_DELTA_INL_H_
+#endif
+
+#include <hwy/cache_control.h>
+#include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+HWY_BEFORE_NAMESPACE();
+namespace replayssm {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using Floats = hn::ScalableTag<float>;
+using FloatVector = hn::Vec<Floats>;
+
+// How far ahead of the state's rows their memory is asked for: the hardware stops at each page, and a block's
+// arithmetic takes long enough that it would start the next one late.
+inline constexpr int kPrefetchFloats = 4096;
+
+// Rows that one pass over the state keeps sums for: two sums a row must fit the registers.
+inline constexpr int kRowBlock = HWY_TARGET == HWY_AVX3 ? 8 : 4;
+
+// sums[0..3] <- the lane sums of four vectors, each in one fixed order.
+HWY_INLINE void sum_lanes_of_4(FloatVector a, FloatVector b, FloatVector c, FloatVector e, float* HWY_RESTRICT sums) {
+  const Floats d;
+  const auto ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  const auto ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+  const hn::RepartitionToWide<Floats> pairs;
+  const auto ab_pairs = hn::BitCast(pairs, ab);
+  const auto ce_pairs = hn::BitCast(pairs, ce);
+  const auto blocks = hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, ab_pairs, ce_pairs)),
+                              hn::BitCast(d, hn::InterleaveUpper(pairs, ab_pairs, ce_pairs)));
+#if HWY_TARGET == HWY_AVX3
+  const hn::Half<Floats> half;
+  const hn::Half<hn::Half<Floats> > quarter;
+  const auto halves = hn::Add(hn::LowerHalf(half, blocks), hn::UpperHalf(half, blocks));
+  hn::StoreU(hn::Add(hn::LowerHalf(quarter, halves), hn::UpperHalf(quarter, halves)), quarter, sums);
+#elif HWY_TARGET == HWY_AVX2
+  const hn::Half<Floats> half;
+  hn::StoreU(hn::Add(hn::LowerHalf(half, blocks), hn::UpperHalf(half, blocks)), half, sums);
+#else
+  static_assert(hn::MaxLanes(Floats()) == 4, "a target with other vectors needs its own order of summation");
+  hn::StoreU(blocks, d, sums);
+#endif
+}
+
+// 1 / sqrt(|x|^2 + 1e-6)
+HWY_INLINE float inverse_norm(const float* x, int size) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  FloatVector squares = hn::Zero(d);
+  for (int c = 0; c < size; c += lanes) {
+    const FloatVector value = hn::LoadU(d, x + c);
+    squares = hn::MulAdd(value, value, squares);
+  }
+  float sums[4];
+  sum_lanes_of_4(squares, squares, squares, squares, sums);
+  return 1.0f / std::sqrt(sums[0] + 1e-6f);
+}
+
+// out <- scale x
+HWY_INLINE void scale_vector(const float* x, float scale, int size, float* HWY_RESTRICT out) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int c = 0; c < size; c += lanes) hn::StoreU(hn::Mul(hn::Set(d, scale), hn::LoadU(d, x + c)), d, out + c);
+}
+
+// values <- e^values, each value's bits depending on it alone. The array has room up to a multiple of kExpPadding.
+inline constexpr int kExpPadding = 16;
+HWY_INLINE void exp_in_place(float* values, int count) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int i = 0; i < count; i += lanes) hn::StoreU(hn::Exp(d, hn::LoadU(d, values + i)), d, values + i);
+}
+
+// One token as one value head sees it. `out` and `state_out` may be null.
+struct DeltaRecord {
+  const float* k;  // [K] normalised
+  const float* v;  // [V]
+  const float* q;  // [K] normalised and scaled; read only with `out`
+  float decay;     // e^g
+  float beta;
+  float* out;        // [V] receives S q after this record
+  float* state_out;  // [V, K] receives S after this record
+};
+
+// S <- decay S + d k^T for rows `from` -> `to` (not stored if kStores is false), with d in `corrections`; and the sums
+// over channels of S q and of S next_k that the readout and the next record need.
+template <int kRows, bool kStores, bool kReads, bool kContinues>
+HWY_INLINE void update_pass(const DeltaRecord& record, const float* next_k, const float* corrections, int key_size,
+                            const float* from, float* to, float* HWY_RESTRICT readouts, float* HWY_RESTRICT products) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const FloatVector decay = hn::Set(d, record.decay);
+  FloatVector read[kRows], next[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) read[r] = next[r] = hn::Zero(d);
+  for (int c = 0; c < key_size; c += lanes) {
+    const FloatVector k = hn::LoadU(d, record.k + c);
+    const FloatVector q = kReads ? hn::LoadU(d, record.q + c) : k;
+    const FloatVector other_k = kContinues ? hn::LoadU(d, next_k + c) : k;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const FloatVector decayed = hn::Mul(decay, hn::LoadU(d, from + r * key_size + c));
+      const FloatVector state = hn::MulAdd(k, hn::Set(d, corrections[r]), decayed);
+      if (kStores) hn::StoreU(state, d, to + r * key_size + c);
+      if (kReads) read[r] = hn::MulAdd(state, q, read[r]);
+      if (kContinues) next[r] = hn::MulAdd(state, other_k, next[r]);
+    }
+  }
+#pragma GCC unroll 2
+  for (int r = 0; r < kRows; r += 4) {
+    if (kReads) sum_lanes_of_4(read[r], read[r + 1], read[r + 2], read[r + 3], readouts + r);
+    if (kContinues) sum_lanes_of_4(next[r], next[r + 1], next[r + 2], next[r + 3], products + r);
+  }
+}
+
+// The conventional recurrence over `count` >= 1 records for kRows rows of one head's state, beginning at `row`:
+//   d = beta (v - decay (S k));  S <- decay S + d k^T;  o = S q
+// This is the only place where a state is advanced, so every caller gets the same bits.
+template <int kRows>
+HWY_INLINE void update_rows(const DeltaRecord* records, int count, int row, int key_size, const float* state,
+                            float* scratch) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const float* from = state + static_cast<ptrdiff_t>(row) * key_size;
+  float products[kRows], corrections[kRows], readouts[kRows] = {};
+  {
+    FloatVector sums[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) sums[r] = hn::Zero(d);
+    for (int c = 0; c < key_size; c += lanes) {
+      const FloatVector k = hn::LoadU(d, records[0].k + c);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
+        sums[r] = hn::MulAdd(hn::LoadU(d, from + r * key_size + c), k, sums[r]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; r += 4) sum_lanes_of_4(sums[r], sums[r + 1], sums[r + 2], sums[r + 3], products + r);
+  }
+  for (int j = 0; j < count; ++j) {
+    const DeltaRecord& record = records[j];
+    const bool is_last = j + 1 == count;
+    for (int r = 0; r < kRows; ++r) corrections[r] = record.beta * (record.v[row + r] - record.decay * products[r]);
+    float* to = record.state_out != nullptr ? record.state_out + static_cast<ptrdiff_t>(row) * key_size : scratch;
+    if (!is_last) {
+      const float* next_k = records[j + 1].k;
+      if (record.out != nullptr)
+        update_pass<kRows, true, true, true>(record, next_k, corrections, key_size, from, to, readouts, products);
+      else
+        update_pass<kRows, true, false, true>(record, next_k, corrections, key_size, from, to, readouts, products);
+    } else if (record.state_out == nullptr) {
+      if (record.out != nullptr)
+        update_pass<kRows, false, true, false>(record, nullptr, corrections, key_size, from, to, readouts, products);
+    } else if (record.out != nullptr) {
+      update_pass<kRows, true, true, false>(record, nullptr, corrections, key_size, from, to, readouts, products);
+    } else {
+      update_pass<kRows, true, false, false>(record, nullptr, corrections, key_size, from, to, readouts, products);
+    }
+    if (record.out != nullptr)
+      for (int r = 0; r < kRows; ++r) record.out[row + r] = readouts[r];
+    from = to;
+  }
+}
+
+// update_rows for all rows of a head. `scratch` holds kRowBlock * K floats.
+HWY_INLINE void update_head(const DeltaRecord* records, int count, int key_size, int value_size, const float* state,
+                            float* scratch) {
+  int row = 0;
+  for (; row + kRowBlock <= value_size; row += kRowBlock)
+    update_rows<kRowBlock>(records, count, row, key_size, state, scratch);
+  for (; row < value_size; row += 4) update_rows<4>(records, count, row, key_size, state, scratch);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace replayssm
+HWY_AFTER_NAMESPACE();
+#endif  // REPLAYSSM_OPS_DELTA_INL_H_

@@ -1,0 +1,472 @@
+// The delta rule on the CPU: conventional step, ReplaySSM decode, materialise. Prefill is in delta_prefill.cpp.
+#include "replayssm/ops/delta.h"
+
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "replayssm/ops/delta.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+// clang-format on
+
+#include <algorithm>
+#include <cstring>
+
+#include "replayssm/core/error.h"
+#include "replayssm/ops/delta-inl.h"
+#include "replayssm/ops/delta_rows.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace replayssm {
+namespace HWY_NAMESPACE {
+
+// out[c] <- sum_j weights[j] rows[j][c] (+ start[c]), j ascending. `size` is a multiple of 4.
+template <class D, int kVectors>
+HWY_INLINE void weighted_sum_columns(D d, const float* start, const float* const* rows, const float* weights, int count,
+                                     int column, float* out) {
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  hn::Vec<D> sums[kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i)
+    sums[i] = start == nullptr ? hn::Zero(d) : hn::LoadU(d, start + column + i * lanes);
+  for (int j = 0; j < count; ++j) {
+    const hn::Vec<D> weight = hn::Set(d, weights[j]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i)
+      sums[i] = hn::MulAdd(weight, hn::LoadU(d, rows[j] + column + i * lanes), sums[i]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) hn::StoreU(sums[i], d, out + column + i * lanes);
+}
+
+HWY_INLINE void weighted_sum(const float* start, const float* const* rows, const float* weights, int count, int size,
+                             float* out) {
+  const Floats d;
+  const hn::CappedTag<float, 4> narrow;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  int column = 0;
+  for (; column + 8 * lanes <= size; column += 8 * lanes)
+    weighted_sum_columns<Floats, 8>(d, start, rows, weights, count, column, out);
+  for (; column + lanes <= size; column += lanes)
+    weighted_sum_columns<Floats, 1>(d, start, rows, weights, count, column, out);
+  for (; column < size; column += static_cast<int>(hn::Lanes(narrow)))
+    weighted_sum_columns<hn::CappedTag<float, 4>, 1>(narrow, start, rows, weights, count, column, out);
+}
+
+// products_a[j] <- rows[j] . a and products_b[j] <- rows[j] . b. Room up to a multiple of 4 of `count`.
+HWY_INLINE void products_with_2(const float* const* rows, int count, const float* a, const float* b, int size,
+                                float* products_a, float* products_b) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int j = 0; j < count; j += 4) {
+    const float* x[4];
+    FloatVector sums_a[4], sums_b[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      x[i] = rows[std::min(j + i, count - 1)];
+      sums_a[i] = sums_b[i] = hn::Zero(d);
+    }
+    for (int c = 0; c < size; c += lanes) {
+      const FloatVector in_a = hn::LoadU(d, a + c);
+      const FloatVector in_b = hn::LoadU(d, b + c);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const FloatVector value = hn::LoadU(d, x[i] + c);
+        sums_a[i] = hn::MulAdd(value, in_a, sums_a[i]);
+        sums_b[i] = hn::MulAdd(value, in_b, sums_b[i]);
+      }
+    }
+    sum_lanes_of_4(sums_a[0], sums_a[1], sums_a[2], sums_a[3], products_a + j);
+    sum_lanes_of_4(sums_b[0], sums_b[1], sums_b[2], sums_b[3], products_b + j);
+  }
+}
+
+// out[t][row + r] += scales[t] (S u[t])[row + r] for kRows rows and kQueries queries.
+template <int kRows, int kQueries>
+HWY_INLINE void read_rows(const float* state, int row, int key_size, const float* const* u, const float* scales,
+                          float* const* out) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const float* from = state + static_cast<ptrdiff_t>(row) * key_size;
+  FloatVector sums[kQueries][kRows];
+#pragma GCC unroll 4
+  for (int t = 0; t < kQueries; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) sums[t][r] = hn::Zero(d);
+  for (int c = 0; c < key_size; c += lanes) {
+    FloatVector query[kQueries];
+#pragma GCC unroll 4
+    for (int t = 0; t < kQueries; ++t) query[t] = hn::LoadU(d, u[t] + c);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
+      const FloatVector value = hn::LoadU(d, from + r * key_size + c);
+#pragma GCC unroll 4
+      for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::MulAdd(value, query[t], sums[t][r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < kQueries; ++t) {
+    float products[kRows];
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; r += 4)
+      sum_lanes_of_4(sums[t][r], sums[t][r + 1], sums[t][r + 2], sums[t][r + 3], products + r);
+    for (int r = 0; r < kRows; ++r) out[t][row + r] += scales[t] * products[r];
+  }
+}
+
+// read_rows for all rows of a head and all queries of a window.
+HWY_INLINE void read_head(const float* state, int key_size, int value_size, int queries, const float* const* u,
+                          const float* scales, float* const* out) {
+  int row = 0;
+  for (; row + kRowBlock <= value_size; row += kRowBlock) {
+    int t = 0;
+    for (; t + 2 <= queries; t += 2) read_rows<kRowBlock, 2>(state, row, key_size, u + t, scales + t, out + t);
+    for (; t < queries; ++t) read_rows<kRowBlock, 1>(state, row, key_size, u + t, scales + t, out + t);
+  }
+  for (; row < value_size; row += 4)
+    for (int t = 0; t < queries; ++t) read_rows<4, 1>(state, row, key_size, u + t, scales + t, out + t);
+}
+
+// What a thread needs for one key head of one row. The ring's C records fit every array "of records".
+struct DeltaScratch {
+  float* k;               // [C, K] normalised, in logical order
+  float* q;               // [C, K] normalised and scaled
+  float* u;               // [C, K] queries pulled back
+  float* decays;          // [C] (padded for exp)
+  float* coefficients;    // [C] by ring position (padded)
+  float* weights;         // [C] in logical order (padded)
+  float* products_q;      // [C, C + 3]: products_q[t][j] = q_t . k_j
+  float* products_k;      // [C + 3]
+  float* state_rows;      // [kRowBlock, K]
+  float* scales;          // [C]
+  const float** rows;     // [C]
+  const float** queries;  // [C]
+  float** outs;           // [C]
+  DeltaRecord* records;   // [C]
+};
+
+DeltaScratch take_scratch(Carver& memory, const DeltaShape& shape, int capacity) {
+  const size_t padded = static_cast<size_t>(capacity) + kExpPadding;
+  DeltaScratch scratch;
+  scratch.k = memory.take<float>(static_cast<size_t>(capacity) * shape.key_size);
+  scratch.q = memory.take<float>(static_cast<size_t>(capacity) * shape.key_size);
+  scratch.u = memory.take<float>(static_cast<size_t>(capacity) * shape.key_size);
+  scratch.decays = memory.take<float>(padded);
+  scratch.coefficients = memory.take<float>(padded);
+  scratch.weights = memory.take<float>(padded);
+  scratch.products_q = memory.take<float>(static_cast<size_t>(capacity) * padded);
+  scratch.products_k = memory.take<float>(padded);
+  scratch.state_rows = memory.take<float>(static_cast<size_t>(kRowBlock) * shape.key_size);
+  scratch.scales = memory.take<float>(padded);
+  scratch.rows = memory.take<const float*>(capacity);
+  scratch.queries = memory.take<const float*>(capacity);
+  scratch.outs = memory.take<float*>(capacity);
+  scratch.records = memory.take<DeltaRecord>(capacity);
+  return scratch;
+}
+
+// Scratch of the step's and the decode's thread `thread`.
+DeltaScratch thread_scratch(std::span<std::byte> workspace, const DeltaShape& shape, int capacity, int thread) {
+  Carver sizes(nullptr);
+  take_scratch(sizes, shape, capacity);
+  Carver memory(workspace.data() + sizes.bytes() * thread);
+  return take_scratch(memory, shape, capacity);
+}
+
+size_t decode_scratch_bytes(const DeltaShape& shape, int capacity) {
+  Carver sizes(nullptr);
+  take_scratch(sizes, shape, capacity);
+  return sizes.bytes();
+}
+
+// Runs `history` records of the ring and then `tokens` window tokens through the update for the value heads of one key
+// head. The state after record number `stored_records` (counted from 1, 0: none) goes to checkpoint_out.
+void run_recurrence(const DeltaState& state, const DeltaWindow& window, int stored_records, float* out,
+                    const DeltaScratch& scratch) {
+  const DeltaShape& shape = state.shape;
+  const int K = shape.key_size, V = shape.value_size, ratio = shape.heads / shape.key_heads;
+  const int history = window.history, count = history + window.tokens;
+  const RingView ring = ring_view(state, window.slot, window.key_head);
+  for (int j = 0; j < history; ++j) {
+    const int position = ring_position(window, j, state.capacity);
+    scale_vector(ring.k + static_cast<ptrdiff_t>(position) * K, ring.k_scale[position], K, scratch.k + j * K);
+  }
+  for (int t = 0; t < window.tokens; ++t) {
+    const float* k = window.k(t);
+    const float* q = window.q(t);
+    scale_vector(k, inverse_norm(k, K), K, scratch.k + (history + t) * K);
+    scale_vector(q, inverse_norm(q, K) / std::sqrt(static_cast<float>(K)), K, scratch.q + t * K);
+  }
+  for (int i = 0; i < ratio; ++i) {
+    const int head = window.key_head * ratio + i;
+    const HeadRing head_ring = head_ring_view(state, window.slot, head);
+    for (int j = 0; j < history; ++j) scratch.decays[j] = head_ring.g[ring_position(window, j, state.capacity)];
+    for (int t = 0; t < window.tokens; ++t) scratch.decays[history + t] = window.g(t, head);
+    std::fill(scratch.decays + count, scratch.decays + count + kExpPadding, 0.0f);
+    exp_in_place(scratch.decays, count);
+    for (int j = 0; j < count; ++j) {
+      DeltaRecord& record = scratch.records[j];
+      const int t = j - history;
+      const int position = ring_position(window, j, state.capacity);
+      record.k = scratch.k + static_cast<ptrdiff_t>(j) * K;
+      record.v = t < 0 ? head_ring.v + static_cast<ptrdiff_t>(position) * V : window.v(t, head);
+      record.q = scratch.q + static_cast<ptrdiff_t>(std::max(t, 0)) * K;
+      record.decay = scratch.decays[j];
+      record.beta = t < 0 ? head_ring.beta[position] : window.beta(t, head);
+      record.out = t < 0 ? nullptr : out + (static_cast<ptrdiff_t>(t) * shape.heads + head) * V;
+      record.state_out = j + 1 == stored_records ? checkpoint_of(state, window.checkpoint_out, head) : nullptr;
+    }
+    update_head(scratch.records, count, K, V, checkpoint_of(state, window.checkpoint_in, head), scratch.state_rows);
+  }
+}
+
+// Appends the window's records to the ring: raw inputs, norms, and the products with the older records in view. Leaves
+// q_t . k_j (both normalised) in products_q[t][j] for the readout and the normalised queries in scratch.q.
+void append_records(const DeltaState& state, const DeltaWindow& window, const DeltaScratch& scratch) {
+  const DeltaShape& shape = state.shape;
+  const int K = shape.key_size, V = shape.value_size, C = state.capacity, ratio = shape.heads / shape.key_heads;
+  const RingView ring = ring_view(state, window.slot, window.key_head);
+  for (int j = 0; j < window.history + window.tokens; ++j)
+    scratch.rows[j] = ring.k + static_cast<ptrdiff_t>(ring_position(window, j, C)) * K;
+  for (int t = 0; t < window.tokens; ++t) {
+    const int n = window.history + t;
+    const int position = ring_position(window, n, C);
+    const float* k = window.k(t);
+    const float* q = window.q(t);
+    std::memcpy(ring.k + static_cast<ptrdiff_t>(position) * K, k, sizeof(float) * K);
+    ring.k_scale[position] = inverse_norm(k, K);
+    scale_vector(q, inverse_norm(q, K) / std::sqrt(static_cast<float>(K)), K,
+                 scratch.q + static_cast<ptrdiff_t>(t) * K);
+    float* products_q = scratch.products_q + static_cast<ptrdiff_t>(t) * (C + kExpPadding);
+    products_with_2(scratch.rows, n + 1, scratch.q + static_cast<ptrdiff_t>(t) * K, k, K, products_q,
+                    scratch.products_k);
+    for (int j = 0; j <= n; ++j) {
+      const int other = ring_position(window, j, C);
+      products_q[j] *= ring.k_scale[other];
+      ring.gram[static_cast<ptrdiff_t>(position) * C + other] =
+          scratch.products_k[j] * ring.k_scale[other] * ring.k_scale[position];
+    }
+    for (int i = 0; i < ratio; ++i) {
+      const int head = window.key_head * ratio + i;
+      const HeadRing head_ring = head_ring_view(state, window.slot, head);
+      std::memcpy(head_ring.v + static_cast<ptrdiff_t>(position) * V, window.v(t, head), sizeof(float) * V);
+      head_ring.g[position] = window.g(t, head);
+      head_ring.beta[position] = window.beta(t, head);
+    }
+  }
+}
+
+// The coefficients c_j of the query at window token t, by back substitution over the n records in view: on return
+// coefficients[j] = c_j and decays[j] = e^{s_n - s_j} in logical order; returns e^{s_n}.
+float solve_coefficients(const DeltaState& state, const DeltaWindow& window, int t, int head,
+                         const DeltaScratch& scratch) {
+  const int C = state.capacity, n = window.history + t + 1;
+  const RingView ring = ring_view(state, window.slot, window.key_head);
+  const HeadRing head_ring = head_ring_view(state, window.slot, head);
+  float* residuals = scratch.coefficients;  // by ring position, so that a row of products is one contiguous array
+  const float* products_q = scratch.products_q + static_cast<ptrdiff_t>(t) * (C + kExpPadding);
+  std::fill(residuals, residuals + C, 0.0f);
+  for (int j = 0; j < n; ++j) residuals[ring_position(window, j, C)] = products_q[j];
+  float log_decay = 0;  // s_n - s_j
+  for (int j = n - 1; j >= 0; --j) {
+    const int position = ring_position(window, j, C);
+    const float coefficient = head_ring.beta[position] * residuals[position];
+    const float* gram = ring.gram + static_cast<ptrdiff_t>(position) * C;
+    for (int other = 0; other < C; ++other) residuals[other] -= coefficient * gram[other];
+    scratch.weights[j] = coefficient;
+    scratch.decays[j] = log_decay;
+    log_decay += head_ring.g[position];
+  }
+  scratch.decays[n] = log_decay;
+  std::fill(scratch.decays + n + 1, scratch.decays + n + kExpPadding, 0.0f);
+  exp_in_place(scratch.decays, n + 1);
+  return scratch.decays[n];
+}
+
+// The pulled-back readout of a window whose records are in the ring.
+void read_pulled_back(const DeltaState& state, const DeltaWindow& window, float* out, const DeltaScratch& scratch) {
+  const DeltaShape& shape = state.shape;
+  const int K = shape.key_size, V = shape.value_size, C = state.capacity, ratio = shape.heads / shape.key_heads;
+  const RingView ring = ring_view(state, window.slot, window.key_head);
+  for (int i = 0; i < ratio; ++i) {
+    const int head = window.key_head * ratio + i;
+    const HeadRing head_ring = head_ring_view(state, window.slot, head);
+    for (int t = 0; t < window.tokens; ++t) {
+      const int n = window.history + t + 1;
+      scratch.scales[t] = solve_coefficients(state, window, t, head, scratch);
+      scratch.outs[t] = out + (static_cast<ptrdiff_t>(t) * shape.heads + head) * V;
+      scratch.queries[t] = scratch.u + static_cast<ptrdiff_t>(t) * K;
+      for (int j = 0; j < n; ++j) {
+        const int position = ring_position(window, j, C);
+        scratch.rows[j] = head_ring.v + static_cast<ptrdiff_t>(position) * V;
+        scratch.decays[j] *= scratch.weights[j];
+        scratch.weights[j] *= -ring.k_scale[position];
+      }
+      weighted_sum(nullptr, scratch.rows, scratch.decays, n, V, scratch.outs[t]);
+      for (int j = 0; j < n; ++j) scratch.rows[j] = ring.k + static_cast<ptrdiff_t>(ring_position(window, j, C)) * K;
+      weighted_sum(scratch.q + static_cast<ptrdiff_t>(t) * K, scratch.rows, scratch.weights, n, K,
+                   scratch.u + static_cast<ptrdiff_t>(t) * K);
+    }
+    read_head(checkpoint_of(state, window.checkpoint_in, head), K, V, window.tokens, scratch.queries, scratch.scales,
+              scratch.outs);
+  }
+}
+
+void zero_outputs(const DeltaShape& shape, const DeltaWindow& window, float* out) {
+  const int ratio = shape.heads / shape.key_heads;
+  for (int t = 0; t < window.tokens; ++t)
+    std::fill_n(out + (static_cast<ptrdiff_t>(t) * shape.heads + window.key_head * ratio) * shape.value_size,
+                static_cast<size_t>(ratio) * shape.value_size, 0.0f);
+}
+
+// One key head of one row of a conventional step.
+void delta_step_kernel(const DeltaStep& args, int row, int key_head, std::span<std::byte> workspace, int thread) {
+  const DeltaWindow window = window_of(args.state, args.rows, args.tokens, row, row, 1, key_head);
+  float* out = args.out + static_cast<ptrdiff_t>(row) * args.state.shape.heads * args.state.shape.value_size;
+  if (window.slot == kPaddingSlot) return zero_outputs(args.state.shape, window, out);
+  const DeltaScratch scratch = thread_scratch(workspace, args.state.shape, args.state.capacity, thread);
+  run_recurrence(args.state, window, window.history + 1, out, scratch);
+}
+
+// One key head of one row of a ReplaySSM step.
+void delta_decode_kernel(const DeltaDecode& args, int row, int key_head, std::span<std::byte> workspace, int thread) {
+  const int T = args.tokens_per_row;
+  const DeltaWindow window =
+      window_of(args.state, args.rows, args.tokens, row, static_cast<int64_t>(row) * T, T, key_head);
+  float* out = args.out + static_cast<ptrdiff_t>(row) * T * args.state.shape.heads * args.state.shape.value_size;
+  if (window.slot == kPaddingSlot) return zero_outputs(args.state.shape, window, out);
+  const DeltaScratch scratch = thread_scratch(workspace, args.state.shape, args.state.capacity, thread);
+  const bool flushes = window.history + T > args.state.window;
+  if (flushes || args.readout == DeltaReadout::kExact) {
+    run_recurrence(args.state, window, flushes ? window.history : 0, out, scratch);
+    DeltaWindow kept = window;  // a flush moves the older records out of view
+    if (flushes) {
+      kept.start = ring_position(window, window.history, args.state.capacity);
+      kept.history = 0;
+    }
+    append_records(args.state, kept, scratch);
+  } else {
+    append_records(args.state, window, scratch);
+    read_pulled_back(args.state, window, out, scratch);
+  }
+}
+
+const DeltaTokens kNoTokens;
+
+// One key head of one row: the history folded into another checkpoint.
+void delta_materialise_kernel(const DeltaMaterialise& args, int row, int key_head, std::span<std::byte> workspace,
+                              int thread) {
+  const DeltaShape& shape = args.state.shape;
+  const DeltaWindow window = window_of(args.state, args.rows, kNoTokens, row, 0, 0, key_head);
+  if (window.slot == kPaddingSlot) return;
+  if (window.history > 0) {
+    const DeltaScratch scratch = thread_scratch(workspace, shape, args.state.capacity, thread);
+    run_recurrence(args.state, window, window.history, nullptr, scratch);
+  } else if (window.checkpoint_in != window.checkpoint_out) {
+    const int ratio = shape.heads / shape.key_heads;
+    std::memcpy(checkpoint_of(args.state, window.checkpoint_out, key_head * ratio),
+                checkpoint_of(args.state, window.checkpoint_in, key_head * ratio),
+                sizeof(float) * ratio * shape.value_size * shape.key_size);
+  }
+}
+
+void delta_gates_kernel(const DeltaGates& args, int64_t token) {
+  const float* a = args.a + token * args.a_stride;
+  const float* b = args.b + token * args.b_stride;
+  float* g = args.g + token * args.heads;
+  float* beta = args.beta + token * args.heads;
+  for (int h = 0; h < args.heads; ++h) {
+    const float x = a[h] + args.dt_bias[h];
+    const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
+    g[h] = -std::exp(args.a_log[h]) * softplus;
+    beta[h] = 1.0f / (1.0f + std::exp(-b[h]));
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace replayssm
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace replayssm {
+HWY_EXPORT(delta_step_kernel);
+HWY_EXPORT(delta_decode_kernel);
+HWY_EXPORT(delta_materialise_kernel);
+HWY_EXPORT(delta_gates_kernel);
+HWY_EXPORT(decode_scratch_bytes);
+
+size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& device) {
+  check_shape(shape);
+  require(capacity >= 2, "delta: expected a ring capacity of at least 2 records, got {}", capacity);
+  return std::max(HWY_DYNAMIC_DISPATCH(decode_scratch_bytes)(shape, capacity), delta_prefill_scratch_bytes(shape)) *
+         device.threads().size();
+}
+
+// Calls kernel(row, key head, thread) for each row and key head.
+template <typename Kernel>
+void for_each_key_head(const StateRows& rows, const DeltaShape& shape, Device& device, const Kernel& kernel) {
+  device.threads().parallel_for(
+      static_cast<int64_t>(rows.count) * shape.key_heads, 4, [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t unit = begin; unit < end; ++unit)
+          kernel(static_cast<int>(unit / shape.key_heads), static_cast<int>(unit % shape.key_heads), thread);
+      });
+}
+
+void delta_step_cpu(const DeltaStep& args, Device& device, std::span<std::byte> workspace) {
+  const auto kernel = HWY_DYNAMIC_DISPATCH(delta_step_kernel);
+  for_each_key_head(args.rows, args.state.shape, device,
+                    [&](int row, int key_head, int thread) { kernel(args, row, key_head, workspace, thread); });
+}
+
+void delta_decode_cpu(const DeltaDecode& args, Device& device, std::span<std::byte> workspace) {
+  const auto kernel = HWY_DYNAMIC_DISPATCH(delta_decode_kernel);
+  for_each_key_head(args.rows, args.state.shape, device,
+                    [&](int row, int key_head, int thread) { kernel(args, row, key_head, workspace, thread); });
+}
+
+void delta_materialise_cpu(const DeltaMaterialise& args, Device& device, std::span<std::byte> workspace) {
+  const auto kernel = HWY_DYNAMIC_DISPATCH(delta_materialise_kernel);
+  for_each_key_head(args.rows, args.state.shape, device,
+                    [&](int row, int key_head, int thread) { kernel(args, row, key_head, workspace, thread); });
+}
+
+void delta_gates_cpu(const DeltaGates& args, Device& device) {
+  const auto kernel = HWY_DYNAMIC_DISPATCH(delta_gates_kernel);
+  device.threads().parallel_for(args.tokens, 16, [&](int64_t begin, int64_t end, int) {
+    for (int64_t token = begin; token < end; ++token) kernel(args, token);
+  });
+}
+
+void delta_step(const DeltaStep& args, Device& device, std::span<std::byte> workspace) {
+  check_call("delta_step", args.state, args.rows, device, workspace);
+  check_tokens("delta_step", args.state.shape, args.tokens, args.out);
+  delta_step_cpu(args, device, workspace);
+}
+
+void delta_decode(const DeltaDecode& args, Device& device, std::span<std::byte> workspace) {
+  check_call("delta_decode", args.state, args.rows, device, workspace);
+  check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
+  const int T = args.tokens_per_row, L = args.state.window;
+  require(T >= 1 && T <= L, "delta_decode: expected 1 to {} tokens a row (the window), got {}", L, T);
+  require(T <= args.state.capacity - L,
+          "delta_decode: expected at most {} tokens a row (ring capacity {} less window {}), got {}",
+          args.state.capacity - L, args.state.capacity, L, T);
+  delta_decode_cpu(args, device, workspace);
+}
+
+void delta_materialise(const DeltaMaterialise& args, Device& device, std::span<std::byte> workspace) {
+  check_call("delta_materialise", args.state, args.rows, device, workspace);
+  delta_materialise_cpu(args, device, workspace);
+}
+
+void delta_gates(const DeltaGates& args, Device& device) {
+  require(args.tokens >= 0 && args.heads >= 1, "delta_gates: expected tokens >= 0 and heads >= 1, got {} and {}",
+          args.tokens, args.heads);
+  require(args.a_stride >= args.heads && args.b_stride >= args.heads,
+          "delta_gates: expected strides of at least {} heads, got {} and {}", args.heads, args.a_stride,
+          args.b_stride);
+  delta_gates_cpu(args, device);
+}
+
+}  // namespace replayssm
+#endif  // HWY_ONCE

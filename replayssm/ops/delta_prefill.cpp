@@ -1,0 +1,357 @@
+// The delta rule's prefill on the CPU: chunks of tokens as matrix products (docs/math.md, "Prefill in chunks").
+#include "replayssm/ops/delta.h"
+
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "replayssm/ops/delta_prefill.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+// clang-format on
+
+#include <algorithm>
+#include <cstring>
+
+#include "replayssm/core/error.h"
+#include "replayssm/ops/delta-inl.h"
+#include "replayssm/ops/delta_rows.h"
+
+#ifndef REPLAYSSM_OPS_DELTA_PREFILL_CHUNK_
+#define REPLAYSSM_OPS_DELTA_PREFILL_CHUNK_
+namespace replayssm {
+
+// Tokens of a chunk. Half the work inside a chunk grows with it, the work per token with the state does not.
+inline constexpr int kChunk = 32;
+// Row pitch of matrices that are read down their columns: not a multiple of 512 bytes, or few cache sets serve them.
+inline constexpr int kPitchPadding = 16;
+
+}  // namespace replayssm
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace replayssm {
+namespace HWY_NAMESPACE {
+
+inline constexpr int kTileRows = 6;
+inline constexpr int kTileVectors = HWY_TARGET == HWY_AVX3 ? 4 : 2;
+
+// c[r, :] <- start[r] c[r, :] + sum_i a[r, i] b[i, :]; without `start` c is not read. a's rows and columns are a_row
+// and a_column elements apart; start's elements start_step apart.
+struct Product {
+  const float* a;
+  ptrdiff_t a_row, a_column;
+  const float* b;
+  ptrdiff_t b_row;
+  float* c;
+  ptrdiff_t c_row;
+  const float* start;
+  ptrdiff_t start_step;
+};
+
+template <int kRows, int kVectors>
+HWY_INLINE void product_tile(const Product& product, int row, int column, int depth) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const float* a = product.a + row * product.a_row;
+  const float* b = product.b + column;
+  float* c = product.c + row * product.c_row + column;
+  FloatVector sums[kRows][kVectors];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n)
+      sums[r][n] = product.start == nullptr ? hn::Zero(d)
+                                            : hn::Mul(hn::Set(d, product.start[(row + r) * product.start_step]),
+                                                      hn::LoadU(d, c + r * product.c_row + n * lanes));
+  for (int i = 0; i < depth; ++i) {
+    FloatVector values[kVectors];
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) values[n] = hn::LoadU(d, b + i * product.b_row + n * lanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const FloatVector factor = hn::Set(d, a[r * product.a_row + i * product.a_column]);
+#pragma GCC unroll 4
+      for (int n = 0; n < kVectors; ++n) sums[r][n] = hn::MulAdd(factor, values[n], sums[r][n]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) hn::StoreU(sums[r][n], d, c + r * product.c_row + n * lanes);
+}
+
+template <int kVectors>
+HWY_INLINE void product_rows(const Product& product, int rows, int row, int column, int depth) {
+  switch (rows) {
+    case 1:
+      return product_tile<1, kVectors>(product, row, column, depth);
+    case 2:
+      return product_tile<2, kVectors>(product, row, column, depth);
+    case 3:
+      return product_tile<3, kVectors>(product, row, column, depth);
+    case 4:
+      return product_tile<4, kVectors>(product, row, column, depth);
+    case 5:
+      return product_tile<5, kVectors>(product, row, column, depth);
+    default:
+      return product_tile<6, kVectors>(product, row, column, depth);
+  }
+}
+
+// Rows `begin` .. `end`-1 of a product over `depth` and columns 0 .. columns-1 (a multiple of the lanes).
+HWY_INLINE void multiply(const Product& product, int begin, int end, int columns, int depth) {
+  const int lanes = static_cast<int>(hn::Lanes(Floats()));
+  int column = 0;
+  for (; column + kTileVectors * lanes <= columns; column += kTileVectors * lanes)
+    for (int row = begin; row < end; row += kTileRows)
+      product_rows<kTileVectors>(product, std::min(kTileRows, end - row), row, column, depth);
+  for (; column < columns; column += lanes)
+    for (int row = begin; row < end; row += kTileRows)
+      product_rows<1>(product, std::min(kTileRows, end - row), row, column, depth);
+}
+
+// A product with a lower triangular a: row i takes columns 0 .. i-1 of a, with `diagonal` 1 also column i. Rows are
+// finished in ascending order, so b and c may be one matrix. Nothing above the triangle is multiplied, not even by
+// zero: a later token, finite or not, must not reach an earlier one.
+HWY_INLINE void multiply_triangle(const Product& product, int rows, int columns, int diagonal) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int begin = 0; begin < rows; begin += kTileRows) {
+    const int end = std::min(begin + kTileRows, rows);
+    multiply(product, begin, end, columns, begin);
+    for (int i = begin; i < end; ++i)
+      for (int c = 0; c < columns; c += lanes) {
+        float* target = product.c + i * product.c_row + c;
+        FloatVector sum = hn::LoadU(d, target);
+        for (int j = begin; j < i + diagonal; ++j)
+          sum = hn::MulAdd(hn::Set(d, product.a[i * product.a_row + j]),
+                           hn::LoadU(d, product.b + j * product.b_row + c), sum);
+        hn::StoreU(sum, d, target);
+      }
+  }
+}
+
+// to[j, i] <- from[i, j], rows and columns multiples of 4.
+HWY_INLINE void transpose(const float* from, ptrdiff_t from_row, int rows, int columns, float* to, ptrdiff_t to_row) {
+  const hn::FixedTag<float, 4> d;
+  const hn::RepartitionToWide<decltype(d)> pairs;
+  for (int i = 0; i < rows; i += 4)
+    for (int j = 0; j < columns; j += 4) {
+      const float* corner = from + i * from_row + j;
+      const auto a = hn::LoadU(d, corner), b = hn::LoadU(d, corner + from_row);
+      const auto c = hn::LoadU(d, corner + 2 * from_row), e = hn::LoadU(d, corner + 3 * from_row);
+      const auto ab_low = hn::BitCast(pairs, hn::InterleaveLower(d, a, b));
+      const auto ab_high = hn::BitCast(pairs, hn::InterleaveUpper(d, a, b));
+      const auto ce_low = hn::BitCast(pairs, hn::InterleaveLower(d, c, e));
+      const auto ce_high = hn::BitCast(pairs, hn::InterleaveUpper(d, c, e));
+      float* target = to + j * to_row + i;
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(pairs, ab_low, ce_low)), d, target);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(pairs, ab_low, ce_low)), d, target + to_row);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(pairs, ab_high, ce_high)), d, target + 2 * to_row);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(pairs, ab_high, ce_high)), d, target + 3 * to_row);
+    }
+}
+
+// What a thread needs for one key head of one row.
+struct PrefillScratch {
+  int value_columns;      // V rounded up to whole vectors
+  ptrdiff_t value_pitch;  // row pitch of arrays over value channels
+  float* state;           // [H/G, K, V] transposed states
+  float* x;               // [2 chunk, K] normalised keys, then queries
+  float* keys;            // [K, chunk] keys transposed
+  float* products;        // [2 chunk, chunk] keys x keys, then queries x keys
+  float* read;            // [2 chunk, V] S k, then S q; overwritten by the corrections and the outputs
+  float* solve;           // [chunk, chunk] -beta_i k_i.k_j e^{s_i - s_j}
+  float* mix;             // [chunk, chunk] q_i.k_j e^{s_i - s_j}
+  float* sums;            // [chunk] s_i
+  float* decays;          // [chunk] e^{s_i}
+  float* remaining;       // [chunk] e^{s_last - s_i}
+};
+
+PrefillScratch take_prefill_scratch(Carver& memory, const DeltaShape& shape) {
+  PrefillScratch scratch;
+  scratch.value_columns = (shape.value_size + 15) / 16 * 16;
+  scratch.value_pitch = scratch.value_columns + kPitchPadding;
+  const size_t K = shape.key_size, ratio = shape.heads / shape.key_heads;
+  scratch.state = memory.take<float>(ratio * K * scratch.value_pitch);
+  scratch.x = memory.take<float>(2 * kChunk * K);
+  scratch.keys = memory.take<float>(K * (kChunk + kPitchPadding));
+  scratch.products = memory.take<float>(2 * kChunk * kChunk);
+  scratch.read = memory.take<float>(2 * kChunk * scratch.value_pitch);
+  scratch.solve = memory.take<float>(kChunk * kChunk);
+  scratch.mix = memory.take<float>(kChunk * kChunk);
+  scratch.sums = memory.take<float>(kChunk + kExpPadding);
+  scratch.decays = memory.take<float>(kChunk + kExpPadding);
+  scratch.remaining = memory.take<float>(kChunk + kExpPadding);
+  return scratch;
+}
+
+size_t prefill_scratch_bytes(const DeltaShape& shape) {
+  Carver sizes(nullptr);
+  take_prefill_scratch(sizes, shape);
+  return sizes.bytes();
+}
+
+// The keys and queries of a chunk, normalised, and their products with the keys: what all value heads of a key head
+// share. `window` covers the chunk.
+HWY_INLINE void prepare_chunk(const DeltaWindow& window, const PrefillScratch& scratch) {
+  const int K = window.shape->key_size, count = window.tokens;
+  const int padded = (count + 3) / 4 * 4;
+  for (int t = 0; t < count; ++t) {
+    const float* k = window.k(t);
+    const float* q = window.q(t);
+    scale_vector(k, inverse_norm(k, K), K, scratch.x + static_cast<ptrdiff_t>(t) * K);
+    scale_vector(q, inverse_norm(q, K) / std::sqrt(static_cast<float>(K)), K,
+                 scratch.x + static_cast<ptrdiff_t>(count + t) * K);
+  }
+  // The transposition takes rows by four: the surplus rows are queries, whose columns no product below reads.
+  if (2 * count < padded)
+    std::fill_n(scratch.x + static_cast<ptrdiff_t>(2 * count) * K, (padded - 2 * count) * K, 0.0f);
+  const int pitch = kChunk + kPitchPadding;
+  transpose(scratch.x, K, padded, K, scratch.keys, pitch);
+  const Product products = {scratch.x, K, 1, scratch.keys, pitch, scratch.products, kChunk, nullptr, 0};
+  // Columns past `count` hold what the transposition left there; the products with them are never used.
+  multiply(products, 0, 2 * count, kChunk, K);
+}
+
+// The decays of a chunk for one value head and the two triangular matrices that they weigh.
+HWY_INLINE void prepare_head(const DeltaWindow& window, int head, const PrefillScratch& scratch) {
+  const Floats d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const int count = window.tokens;
+  float sum = 0;
+  for (int t = 0; t < count; ++t) scratch.sums[t] = sum += window.g(t, head);
+  std::fill(scratch.sums + count, scratch.sums + kChunk + kExpPadding, sum);
+  for (int t = 0; t < kChunk; ++t) {
+    scratch.decays[t] = scratch.sums[t];
+    scratch.remaining[t] = sum - scratch.sums[t];
+  }
+  exp_in_place(scratch.decays, kChunk);
+  exp_in_place(scratch.remaining, kChunk);
+  for (int i = 0; i < count; ++i) {
+    const FloatVector own_sum = hn::Set(d, scratch.sums[i]);
+    const FloatVector minus_beta = hn::Set(d, -window.beta(i, head));
+    float* solve = scratch.solve + static_cast<ptrdiff_t>(i) * kChunk;
+    float* mix = scratch.mix + static_cast<ptrdiff_t>(i) * kChunk;
+    const float* keys = scratch.products + static_cast<ptrdiff_t>(i) * kChunk;
+    const float* queries = scratch.products + static_cast<ptrdiff_t>(count + i) * kChunk;
+    for (int j = 0; j <= i; j += lanes) {
+      // Later tokens get no positive exponent; their entries are cleared below.
+      const FloatVector exponent = hn::Min(hn::Sub(own_sum, hn::LoadU(d, scratch.sums + j)), hn::Zero(d));
+      const FloatVector decay = hn::Exp(d, exponent);
+      hn::StoreU(hn::Mul(hn::Mul(minus_beta, decay), hn::LoadU(d, keys + j)), d, solve + j);
+      hn::StoreU(hn::Mul(decay, hn::LoadU(d, queries + j)), d, mix + j);
+    }
+    std::fill(solve + i, solve + kChunk, 0.0f);
+    std::fill(mix + i + 1, mix + kChunk, 0.0f);
+  }
+}
+
+// The chunk's corrections, by forward substitution: rows 0 .. count-1 of scratch.read from S k to
+// d_i = beta_i (v_i - e^{s_i} S k_i) - sum_{j<i} beta_i k_i.k_j e^{s_i - s_j} d_j.
+HWY_INLINE void solve_corrections(const DeltaWindow& window, int head, const PrefillScratch& scratch) {
+  const int V = window.shape->value_size, count = window.tokens;
+  for (int i = 0; i < count; ++i) {
+    float* row = scratch.read + i * scratch.value_pitch;
+    const float* v = window.v(i, head);
+    const float beta = window.beta(i, head);
+    for (int c = 0; c < V; ++c) row[c] = beta * (v[c] - scratch.decays[i] * row[c]);
+  }
+  const float one = 1.0f;
+  multiply_triangle(
+      {scratch.solve, kChunk, 1, scratch.read, scratch.value_pitch, scratch.read, scratch.value_pitch, &one, 0}, count,
+      scratch.value_columns, /*diagonal=*/0);
+}
+
+// One value head's share of a chunk: outputs, and the transposed state `state` [K, V] moved past the chunk.
+HWY_INLINE void run_chunk(const DeltaWindow& window, int head, float* state, const PrefillScratch& scratch, float* out,
+                          ptrdiff_t out_stride) {
+  const int K = window.shape->key_size, V = window.shape->value_size, count = window.tokens;
+  const ptrdiff_t pitch = scratch.value_pitch;
+  prepare_head(window, head, scratch);
+  const Product read = {scratch.x, K, 1, state, pitch, scratch.read, pitch, nullptr, 0};
+  multiply(read, 0, 2 * count, scratch.value_columns, K);
+  solve_corrections(window, head, scratch);
+  float* outputs = scratch.read + count * pitch;
+  multiply_triangle({scratch.mix, kChunk, 1, scratch.read, pitch, outputs, pitch, scratch.decays, 1}, count,
+                    scratch.value_columns, /*diagonal=*/1);
+  for (int t = 0; t < count; ++t) std::memcpy(out + t * out_stride, outputs + t * pitch, sizeof(float) * V);
+  for (int t = 0; t < count; ++t)
+    for (int c = 0; c < scratch.value_columns; ++c) scratch.read[t * pitch + c] *= scratch.remaining[t];
+  const Product advance = {scratch.x, 1, K, scratch.read, pitch, state, pitch, scratch.decays + count - 1, 0};
+  multiply(advance, 0, K, scratch.value_columns, count);
+}
+
+// One key head of one row: its tokens from first_token on, in place on checkpoint_out.
+void delta_prefill_kernel(const DeltaPrefill& args, int row, int key_head, std::span<std::byte> workspace, int thread) {
+  const DeltaShape& shape = args.state.shape;
+  const int K = shape.key_size, V = shape.value_size, ratio = shape.heads / shape.key_heads;
+  const int begin = args.token_begin[row], end = args.token_begin[row + 1];
+  const ptrdiff_t out_stride = static_cast<ptrdiff_t>(shape.heads) * V;
+  if (args.rows.slot[row] == kPaddingSlot) {
+    for (int token = begin; token < end; ++token)
+      std::fill_n(args.out + token * out_stride + key_head * ratio * V, ratio * V, 0.0f);
+    return;
+  }
+  if (begin == end) return;
+  Carver memory(workspace.data() + prefill_scratch_bytes(shape) * thread);
+  const PrefillScratch scratch = take_prefill_scratch(memory, shape);
+  const ptrdiff_t head_state = K * scratch.value_pitch;
+  for (int i = 0; i < ratio; ++i) {
+    float* state = scratch.state + i * head_state;
+    if (V < scratch.value_columns) std::fill_n(state, head_state, 0.0f);
+    transpose(checkpoint_of(args.state, args.rows.checkpoint_out[row], key_head * ratio + i), K, V, K, state,
+              scratch.value_pitch);
+  }
+  for (int64_t token = begin; token < end; token += kChunk) {
+    const int count = static_cast<int>(std::min<int64_t>(kChunk, end - token));
+    const DeltaWindow window = window_of(args.state, args.rows, args.tokens, row, token, count, key_head);
+    prepare_chunk(window, scratch);
+    for (int i = 0; i < ratio; ++i) {
+      const int head = key_head * ratio + i;
+      run_chunk(window, head, scratch.state + i * head_state, scratch, args.out + token * out_stride + head * V,
+                out_stride);
+    }
+  }
+  for (int i = 0; i < ratio; ++i)
+    transpose(scratch.state + i * head_state, scratch.value_pitch, K, V,
+              checkpoint_of(args.state, args.rows.checkpoint_out[row], key_head * ratio + i), K);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace replayssm
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace replayssm {
+HWY_EXPORT(delta_prefill_kernel);
+HWY_EXPORT(prefill_scratch_bytes);
+
+size_t delta_prefill_scratch_bytes(const DeltaShape& shape) {
+  return HWY_DYNAMIC_DISPATCH(prefill_scratch_bytes)(shape);
+}
+
+void delta_prefill_cpu(const DeltaPrefill& args, Device& device, std::span<std::byte> workspace) {
+  const auto kernel = HWY_DYNAMIC_DISPATCH(delta_prefill_kernel);
+  const int key_heads = args.state.shape.key_heads;
+  device.threads().parallel_for(
+      static_cast<int64_t>(args.rows.count) * key_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t unit = begin; unit < end; ++unit)
+          kernel(args, static_cast<int>(unit / key_heads), static_cast<int>(unit % key_heads), workspace, thread);
+      });
+}
+
+void delta_prefill(const DeltaPrefill& args, Device& device, std::span<std::byte> workspace) {
+  require(args.token_begin != nullptr && args.token_begin[0] == 0, "delta_prefill: expected token_begin to start at 0");
+  for (int b = 0; b < args.rows.count; ++b)
+    require(args.token_begin[b] <= args.token_begin[b + 1],
+            "delta_prefill: expected token_begin not to decrease, got {} then {} at row {}", args.token_begin[b],
+            args.token_begin[b + 1], b);
+  // Folds the rings, and brings every row to the checkpoint that the kernel advances in place.
+  delta_materialise({args.state, args.rows}, device, workspace);
+  if (args.token_begin[args.rows.count] == 0) return;
+  check_tokens("delta_prefill", args.state.shape, args.tokens, args.out);
+  delta_prefill_cpu(args, device, workspace);
+}
+
+}  // namespace replayssm
+#endif  // HWY_ONCE

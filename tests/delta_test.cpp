@@ -1,0 +1,439 @@
+// The delta rule against its float64 oracle, and the numbers' laws: replay is exact, exponents are not positive, heads
+// map right, every length works, batches do not matter.
+#include <gtest/gtest.h>
+
+#include "replayssm/core/error.h"
+#include "tests/delta_rig.h"
+#include "tests/tolerance.h"
+
+namespace replayssm::test {
+namespace {
+
+std::span<const float> row_of(const std::vector<float>& out, size_t row, size_t size) {
+  return std::span<const float>(out).subspan(row * size, size);
+}
+
+TEST(Delta, StepMatchesOracle) {
+  Device device(2);
+  for (const DeltaCase& c : delta_cases()) {
+    std::mt19937_64 random(1);
+    DeltaRig rig(c.shape, 2, 4, 1, device);
+    ref::DeltaSequence oracle(c.shape.heads, c.shape.key_heads, c.shape.key_size, c.shape.value_size, 1);
+    const DeltaInputs inputs(c.shape, 100, random);
+    for (int t = 0; t < 100; ++t)
+      EXPECT_LE(relative_error(rig.step({1}, inputs.tokens(t)), inputs.step(oracle, t)), kFloat32Bound)
+          << c.name << " token " << t;
+    EXPECT_LE(relative_error(rig.slot_state(1), oracle.state), kFloat32Bound) << c.name;
+  }
+}
+
+// Error must be flat in the length: the same bound at 512 and at 8,192 tokens, for all three ways to decode.
+TEST(Delta, ErrorDoesNotGrowWithLength) {
+  Device device(2);
+  const DeltaShape shape = {2, 1, 64, 16, 1};
+  std::mt19937_64 random(2);
+  DeltaRig rig(shape, 3, 16, 1, device);
+  ref::DeltaSequence oracle(2, 1, 64, 16, 1);
+  const DeltaInputs inputs(shape, 8192, random, -0.05f, -1e-4f);
+  for (int t = 0; t < 8192; ++t) {
+    const std::vector<double> expected = inputs.step(oracle, t);
+    const std::vector<float> step = rig.step({0}, inputs.tokens(t));
+    const std::vector<float> replay = rig.decode({1}, 1, inputs.tokens(t), DeltaReadout::kPulledBack);
+    const std::vector<float> exact = rig.decode({2}, 1, inputs.tokens(t), DeltaReadout::kExact);
+    rig.commit(1, 1);
+    rig.commit(2, 1);
+    if (t < 500 || (t >= 512 && t < 8180)) continue;
+    EXPECT_LE(relative_error(step, expected), kFloat32Bound) << t;
+    EXPECT_LE(relative_error(replay, expected), kFloat32Bound) << t;
+    EXPECT_TRUE(same_bits(exact, step)) << t;
+  }
+}
+
+// Replay for `tokens` tokens with random windows and acceptances beside conventional decoding of what was accepted:
+// checkpoints after flushes and exact outputs have conventional bits, pulled-back outputs the oracle's bound.
+void replay_beside_step(const DeltaShape& shape, int window, int max_tokens, int tokens, uint64_t seed) {
+  Device device(2);
+  std::mt19937_64 random(seed);
+  constexpr int kRows = 3;
+  DeltaRig pulled(shape, kRows, window, max_tokens, device), exact(shape, kRows, window, max_tokens, device);
+  DeltaRig conventional(shape, kRows + 1, window, max_tokens, device);
+  std::vector<ref::DeltaSequence> oracles(
+      kRows, ref::DeltaSequence(shape.heads, shape.key_heads, shape.key_size, shape.value_size, 1));
+  const size_t out_size = pulled.out_size();
+  int64_t flushes = 0;
+  for (int done = 0; done < tokens;) {
+    const int T = std::uniform_int_distribution<int>(1, max_tokens)(random);
+    const DeltaInputs draft(shape, kRows * T, random, -0.4f, 0.0f);
+    std::vector<std::vector<float>> before;
+    for (int b = 0; b < kRows; ++b) before.emplace_back(pulled.slot_state(b).begin(), pulled.slot_state(b).end());
+    std::vector<bool> flushed;
+    for (int b = 0; b < kRows; ++b) flushed.push_back(pulled.will_flush(b, T));
+    const std::vector<float> out = pulled.decode({0, 1, 2}, T, draft.tokens(), DeltaReadout::kPulledBack);
+    const std::vector<float> exact_out = exact.decode({0, 1, 2}, T, draft.tokens(), DeltaReadout::kExact);
+    for (int b = 0; b < kRows; ++b) {
+      flushes += flushed[b];
+      // Law 3: bit-identical after a flush, untouched between flushes.
+      ASSERT_TRUE(same_bits(pulled.slot_state(b), flushed[b] ? std::span<const float>(conventional.slot_state(b))
+                                                             : std::span<const float>(before[b])));
+      ASSERT_TRUE(same_bits(exact.slot_state(b), pulled.slot_state(b)));
+      const int accepted = std::uniform_int_distribution<int>(0, T)(random);
+      // Conventional decoding of the whole window on a copy, then the accepted tokens for good.
+      std::ranges::copy(conventional.slot_state(b), conventional.slot_state(kRows).begin());
+      ref::DeltaSequence trial = oracles[b];
+      for (int t = 0; t < T; ++t) {
+        const std::vector<float> step = conventional.step({kRows}, draft.tokens(b * T + t));
+        ASSERT_TRUE(same_bits(row_of(exact_out, b * T + t, out_size), step)) << "token " << done + t;
+        const std::vector<double> expected = draft.step(trial, b * T + t);
+        ASSERT_LE(relative_error(row_of(out, b * T + t, out_size), expected), kFloat32Bound);
+        if (t + 1 == accepted) oracles[b] = trial;
+        if (t + 1 == accepted) std::ranges::copy(conventional.slot_state(kRows), conventional.slot_state(b).begin());
+      }
+      pulled.commit(b, accepted);
+      exact.commit(b, accepted);
+      if (b == 0) done += std::max(accepted, 1);
+    }
+  }
+  EXPECT_GT(flushes, 0);
+}
+
+TEST(Delta, ReplayIsExactOver10000Tokens) {
+  replay_beside_step({2, 1, 32, 8, 1}, 12, 8, 10000, 3);
+}
+
+TEST(Delta, ReplayMatchesOracleForEveryShape) {
+  for (const DeltaCase& c : delta_cases()) {
+    SCOPED_TRACE(c.name);
+    replay_beside_step(c.shape, 16, 4, 40, 4);
+  }
+}
+
+TEST(Delta, ReplayIsExactForEveryWindow) {
+  for (int window : {1, 2, 3, 4, 7, 8, 16, 31, 64}) {
+    SCOPED_TRACE(window);
+    replay_beside_step({2, 1, 32, 8, 1}, window, std::min(window, 8), 3 * window + 20, 5 + window);
+  }
+}
+
+// Law 5.
+TEST(Delta, EveryDecayIsFiniteAndRight) {
+  Device device(1);
+  const DeltaShape shape = {2, 1, 32, 8, 1};
+  for (float g : {-1e-4f, -1e-2f, -0.7f, -5.0f, -20.0f}) {
+    for (int window : {1, 8, 64}) {
+      std::mt19937_64 random(6);
+      DeltaRig rig(shape, 3, window, 1, device);
+      ref::DeltaSequence oracle(2, 1, 32, 8, 1);
+      const DeltaInputs inputs(shape, 150, random, g, g);
+      std::vector<float> outs[3];
+      std::vector<double> expected;
+      for (int t = 0; t < 150; ++t) {
+        const std::vector<float> replay = rig.decode({0}, 1, inputs.tokens(t), DeltaReadout::kPulledBack);
+        const std::vector<float> step = rig.step({1}, inputs.tokens(t));
+        rig.commit(0, 1);
+        outs[0].insert(outs[0].end(), replay.begin(), replay.end());
+        outs[1].insert(outs[1].end(), step.begin(), step.end());
+        const std::vector<double> token = inputs.step(oracle, t);
+        expected.insert(expected.end(), token.begin(), token.end());
+      }
+      outs[2] = rig.prefill({2}, {0, 150}, inputs.tokens());
+      for (const std::vector<float>& out : outs) EXPECT_LE(relative_error(out, expected), kFloat32Bound) << g;
+    }
+  }
+}
+
+TEST(Delta, LaterTokensDoNotReachEarlierOutputs) {
+  Device device(1);
+  const DeltaShape shape = {4, 2, 32, 8, 1};
+  for (DeltaReadout readout : {DeltaReadout::kPulledBack, DeltaReadout::kExact})
+    for (float later : {3.0f, std::numeric_limits<float>::quiet_NaN()}) {
+      std::mt19937_64 random(7);
+      DeltaInputs inputs(shape, 70, random);
+      std::vector<float> decoded[2], prefilled[2];
+      for (int run = 0; run < 2; ++run) {
+        DeltaRig rig(shape, 2, 8, 4, device);
+        decoded[run] = rig.decode({0}, 4, inputs.tokens(), readout);
+        prefilled[run] = rig.prefill({1}, {0, 70}, inputs.tokens());
+        std::fill_n(&inputs.v[2 * 4 * 8], 32, later);
+        std::fill_n(&inputs.k[2 * 2 * 32], 64, later);
+        std::fill_n(&inputs.q[2 * 2 * 32], 64, later);
+      }
+      EXPECT_TRUE(same_bits(row_of(decoded[0], 0, 64), row_of(decoded[1], 0, 64)));
+      EXPECT_TRUE(same_bits(row_of(prefilled[0], 0, 64), row_of(prefilled[1], 0, 64)));
+      EXPECT_FALSE(same_bits(decoded[0], decoded[1]));
+    }
+}
+
+// Law 7.
+TEST(Delta, PrefillOfEveryLengthAndSplit) {
+  Device device(2);
+  std::mt19937_64 random(8);
+  for (const DeltaShape& shape : {DeltaShape{2, 1, 32, 8, 1}, DeltaShape{3, 1, 48, 20, 1}}) {
+    DeltaRig rig(shape, 3, 8, 4, device);
+    for (int T = 1; T <= 130; ++T) {
+      const DeltaInputs inputs(shape, T, random, -0.3f, 0.0f);
+      ref::DeltaSequence oracle(shape.heads, shape.key_heads, shape.key_size, shape.value_size, 1);
+      std::vector<double> expected;
+      for (int t = 0; t < T; ++t) {
+        const std::vector<double> token = inputs.step(oracle, t);
+        expected.insert(expected.end(), token.begin(), token.end());
+      }
+      for (int slot : {0, 1}) rig.clear(slot);
+      EXPECT_LE(relative_error(rig.prefill({0}, {0, T}, inputs.tokens()), expected), kFloat32Bound) << T;
+      EXPECT_LE(relative_error(rig.slot_state(0), oracle.state), kFloat32Bound) << T;
+      const int split = std::uniform_int_distribution<int>(0, T)(random);
+      rig.prefill({1}, {0, split}, inputs.tokens());
+      if (split < T) rig.prefill({1}, {0, T - split}, inputs.tokens(split));
+      EXPECT_LE(relative_error(rig.slot_state(1), oracle.state), kFloat32Bound) << T << " split at " << split;
+    }
+  }
+}
+
+TEST(Delta, PrefillMatchesOracleForEveryShape) {
+  Device device(2);
+  for (const DeltaCase& c : delta_cases()) {
+    std::mt19937_64 random(9);
+    const DeltaInputs inputs(c.shape, 77, random, -0.3f, 0.0f);
+    ref::DeltaSequence oracle(c.shape.heads, c.shape.key_heads, c.shape.key_size, c.shape.value_size, 1);
+    std::vector<double> expected;
+    for (int t = 0; t < 77; ++t) {
+      const std::vector<double> token = inputs.step(oracle, t);
+      expected.insert(expected.end(), token.begin(), token.end());
+    }
+    DeltaRig rig(c.shape, 1, 8, 4, device);
+    EXPECT_LE(relative_error(rig.prefill({0}, {0, 77}, inputs.tokens()), expected), kFloat32Bound) << c.name;
+    EXPECT_LE(relative_error(rig.slot_state(0), oracle.state), kFloat32Bound) << c.name;
+  }
+}
+
+// A batch of different lengths, one of them empty and one padding, gives each row's own bits; rings are folded first.
+TEST(Delta, VarlenPrefillFoldsRings) {
+  Device device(3), alone_device(1);
+  const DeltaShape shape = {4, 2, 64, 32, 1};
+  std::mt19937_64 random(10);
+  const std::vector<int32_t> begin = {0, 33, 33, 40, 140};
+  const std::vector<int> slots = {2, 0, kPaddingSlot, 1};
+  const DeltaInputs early(shape, 5, random), inputs(shape, 140, random);
+  DeltaRig batch(shape, 3, 8, 4, device), alone(shape, 3, 8, 4, alone_device);
+  for (DeltaRig* rig : {&batch, &alone})
+    for (int slot = 0; slot < 3; ++slot) {
+      rig->decode({slot}, 4, early.tokens(), DeltaReadout::kPulledBack);
+      rig->commit(slot, slot + 1);
+    }
+  const std::vector<float> out = batch.prefill(slots, begin, inputs.tokens());
+  for (int b = 0; b < 4; ++b) {
+    const int count = begin[b + 1] - begin[b];
+    const std::span<const float> part(out.data() + begin[b] * 128, count * 128);
+    if (slots[b] == kPaddingSlot) {
+      EXPECT_TRUE(std::ranges::all_of(part, [](float x) { return std::bit_cast<uint32_t>(x) == 0; }));
+      continue;
+    }
+    EXPECT_TRUE(same_bits(alone.prefill({slots[b]}, {0, count}, inputs.tokens(begin[b])), part));
+    EXPECT_TRUE(same_bits(alone.slot_state(slots[b]), batch.slot_state(slots[b])));
+  }
+  // The empty row held its folded ring only.
+  DeltaRig folded(shape, 1, 8, 4, device);
+  folded.step({0}, early.tokens());
+  EXPECT_TRUE(same_bits(folded.slot_state(0), batch.slot_state(0)));
+}
+
+// Laws 11 and 17.
+TEST(Delta, BatchOrderThreadsAndPaddingAreNothing) {
+  const DeltaShape shape = {6, 2, 64, 20, 1};
+  constexpr int T = 3;
+  for (DeltaReadout readout : {DeltaReadout::kPulledBack, DeltaReadout::kExact}) {
+    Device one(1), two(2), three(3);
+    DeltaRig a(shape, 5, 7, T, one), b(shape, 5, 7, T, two), c(shape, 5, 7, T, three);
+    std::mt19937_64 random(11);
+    for (int step = 0; step < 40; ++step) {
+      const DeltaInputs inputs(shape, 6 * T, random);
+      DeltaInputs shuffled = inputs;
+      for (int t = 0; t < T; ++t) {
+        shuffled.copy(0 * T + t, inputs, 4 * T + t);
+        shuffled.copy(1 * T + t, inputs, 0 * T + t);
+        shuffled.copy(2 * T + t, inputs, 5 * T + t);
+        shuffled.copy(3 * T + t, inputs, 2 * T + t);
+      }
+      const std::vector<float> in_order = a.decode({0, 1, 2, 3, 4}, T, inputs.tokens(), readout);
+      std::vector<float> untouched(b.slot_state(3).begin(), b.slot_state(3).end());
+      const std::vector<float> mixed = b.decode({4, 0, kPaddingSlot, 2}, T, shuffled.tokens(), readout);
+      EXPECT_TRUE(same_bits(untouched, b.slot_state(3)));
+      const size_t size = T * a.out_size();
+      EXPECT_TRUE(same_bits(row_of(in_order, 4, size), row_of(mixed, 0, size)));
+      EXPECT_TRUE(same_bits(row_of(in_order, 0, size), row_of(mixed, 1, size)));
+      EXPECT_TRUE(same_bits(row_of(in_order, 2, size), row_of(mixed, 3, size)));
+      for (float x : row_of(mixed, 2, size)) EXPECT_EQ(std::bit_cast<uint32_t>(x), 0u);
+      for (int slot : {1, 3}) b.decode({slot}, T, inputs.tokens(slot * T), readout);
+      for (int slot = 0; slot < 5; ++slot)
+        EXPECT_TRUE(same_bits(row_of(in_order, slot, size), c.decode({slot}, T, inputs.tokens(slot * T), readout)));
+      for (DeltaRig* rig : {&a, &b, &c})
+        for (int slot = 0; slot < 5; ++slot) rig->commit(slot, (step + slot) % (T + 1));
+    }
+    EXPECT_TRUE(same_bits(a.checkpoint, b.checkpoint));
+    EXPECT_TRUE(same_bits(a.checkpoint, c.checkpoint));
+  }
+}
+
+// Law 13: a rejected window leaves no trace in anything that a committed record or the checkpoint owns.
+TEST(Delta, RollbackMovesNoStateBytes) {
+  Device device(2);
+  const DeltaShape shape = {4, 2, 32, 16, 1};
+  std::mt19937_64 random(12);
+  DeltaRig rejecting(shape, 1, 8, 4, device), plain(shape, 1, 8, 4, device);
+  for (int step = 0; step < 30; ++step) {
+    const DeltaInputs draft(shape, 4, random), token(shape, 1, random);
+    if (!rejecting.will_flush(0, 4)) {
+      rejecting.decode({0}, 4, draft.tokens(), DeltaReadout::kPulledBack);
+      rejecting.commit(0, 0);
+    }
+    const std::vector<float> a = rejecting.decode({0}, 1, token.tokens(), DeltaReadout::kPulledBack);
+    const std::vector<float> b = plain.decode({0}, 1, token.tokens(), DeltaReadout::kPulledBack);
+    rejecting.commit(0, 1);
+    plain.commit(0, 1);
+    EXPECT_TRUE(same_bits(a, b));
+    EXPECT_TRUE(same_bits(rejecting.checkpoint, plain.checkpoint));
+  }
+}
+
+// Law 15.
+TEST(Delta, MaterialiseAtEveryPositionLeavesTheSource) {
+  Device device(2);
+  const DeltaShape shape = {4, 2, 32, 16, 1};
+  std::mt19937_64 random(13);
+  DeltaRig rig(shape, 2, 8, 1, device), conventional(shape, 1, 8, 1, device);
+  const DeltaInputs inputs(shape, 14, random);
+  for (int t = 0; t < 6; ++t) {
+    rig.decode({0}, 1, inputs.tokens(t), DeltaReadout::kPulledBack);
+    rig.commit(0, 1);
+  }
+  const std::vector<float> source(rig.slot_state(0).begin(), rig.slot_state(0).end()), ring = rig.ring_k;
+  for (int records = 0; records <= 6; ++records) {
+    std::ranges::fill(rig.slot_state(1), kPoison);
+    rig.materialise(0, 1, records);
+    EXPECT_TRUE(same_bits(rig.slot_state(1), conventional.slot_state(0))) << records;
+    EXPECT_TRUE(same_bits(rig.slot_state(0), source));
+    if (records < 6) conventional.step({0}, inputs.tokens(records));
+  }
+  EXPECT_EQ(std::memcmp(ring.data(), rig.ring_k.data(), ring.size() * sizeof(float)), 0);
+}
+
+// Law 20.
+TEST(Delta, ABadNumberStaysHome) {
+  Device device(2);
+  const DeltaShape shape = {4, 2, 32, 16, 1};
+  for (DeltaReadout readout : {DeltaReadout::kPulledBack, DeltaReadout::kExact}) {
+    std::mt19937_64 random(14);
+    DeltaRig good(shape, 3, 4, 1, device), bad(shape, 3, 4, 1, device);
+    for (int t = 0; t < 12; ++t) {
+      DeltaInputs inputs(shape, 3, random);
+      const std::vector<float> expected = good.decode({0, 1, 2}, 1, inputs.tokens(), readout);
+      if (t == 3) inputs.v[1 * 64] = std::numeric_limits<float>::infinity();
+      if (t == 5) inputs.k[1 * 64] = std::numeric_limits<float>::quiet_NaN();
+      const std::vector<float> out = bad.decode({0, 1, 2}, 1, inputs.tokens(), readout);
+      for (int b : {0, 2}) EXPECT_TRUE(same_bits(row_of(out, b, 64), row_of(expected, b, 64)));
+      if (t > 3) {
+        EXPECT_FALSE(std::isfinite(relative_error(row_of(out, 1, 64), row_of(expected, 1, 64))));
+      }
+      for (int b = 0; b < 3; ++b) {
+        good.commit(b, 1);
+        bad.commit(b, 1);
+      }
+    }
+  }
+}
+
+// Law 2's teeth: every kind of stored number is needed, and one wrong record leaves the bound by far.
+TEST(Delta, ACorruptedRecordIsSeen) {
+  Device device(1);
+  const DeltaShape shape = {2, 1, 32, 8, 1};
+  struct Kind {
+    const char* name;
+    void (*corrupt)(DeltaRig&);
+  };
+  const Kind kinds[] = {
+      {"nothing", [](DeltaRig&) {}},
+      {"checkpoint", [](DeltaRig& rig) { rig.checkpoint[5] += 1.0f; }},
+      {"ring k", [](DeltaRig& rig) { rig.ring_k[(rig.cursors[0].base + 1) % rig.capacity * 32] += 2.0f; }},
+      {"ring k scale", [](DeltaRig& rig) { rig.ring_k_scale[(rig.cursors[0].base + 1) % rig.capacity] *= 1.5f; }},
+      {"ring gram",
+       [](DeltaRig& rig) {
+         const int row = int((rig.cursors[0].base + 2) % rig.capacity);
+         rig.ring_gram[row * rig.capacity + (rig.cursors[0].base + 1) % rig.capacity] += 0.5f;
+       }},
+      {"ring v", [](DeltaRig& rig) { rig.ring_v[(rig.cursors[0].base + 1) % rig.capacity * 8] += 2.0f; }},
+      {"ring g", [](DeltaRig& rig) { rig.ring_g[(rig.cursors[0].base + 1) % rig.capacity] -= 0.5f; }},
+      {"ring beta", [](DeltaRig& rig) { rig.ring_beta[(rig.cursors[0].base + 1) % rig.capacity] *= 0.5f; }},
+      {"cursor base", [](DeltaRig& rig) { rig.cursors[0].base += 1; }},
+      {"cursor history", [](DeltaRig& rig) { rig.cursors[0].history -= 1; }},
+  };
+  for (const Kind& kind : kinds) {
+    std::mt19937_64 random(15);
+    DeltaRig rig(shape, 1, 8, 1, device);
+    ref::DeltaSequence oracle(2, 1, 32, 8, 1);
+    const DeltaInputs inputs(shape, 14, random, -0.2f, 0.0f);
+    double worst = 0;
+    for (int t = 0; t < 14; ++t) {
+      if (t == 12) kind.corrupt(rig);
+      const std::vector<double> expected = inputs.step(oracle, t);
+      const double error = relative_error(rig.decode({0}, 1, inputs.tokens(t), DeltaReadout::kPulledBack), expected);
+      rig.commit(0, 1);
+      worst = std::max(worst, error);
+    }
+    if (std::string(kind.name) == "nothing")
+      EXPECT_LE(worst, kFloat32Bound);
+    else
+      EXPECT_GT(worst, 100 * kFloat32Bound) << kind.name;
+  }
+}
+
+TEST(Delta, GatesMatchTheFormula) {
+  Device device(2);
+  std::mt19937_64 random(16);
+  constexpr int kTokens = 40, kHeads = 6, kStride = 14;
+  const std::vector<float> projected = random_normal(random, kTokens * kStride, 12.0f);
+  const std::vector<float> a_log = random_normal(random, kHeads), dt_bias = random_normal(random, kHeads);
+  std::vector<float> g = poisoned(kTokens * kHeads), beta = g;
+  delta_gates({kTokens, kHeads, projected.data(), projected.data() + 7, kStride, kStride, a_log.data(), dt_bias.data(),
+               g.data(), beta.data()},
+              device);
+  std::vector<double> expected_g, expected_beta;
+  for (int t = 0; t < kTokens; ++t)
+    for (int h = 0; h < kHeads; ++h) {
+      const double a = projected[t * kStride + h], b = projected[t * kStride + 7 + h];
+      expected_g.push_back(-std::exp(double(a_log[h])) * std::log1p(std::exp(a + dt_bias[h])));
+      expected_beta.push_back(1 / (1 + std::exp(-b)));
+    }
+  EXPECT_LE(relative_error(g, expected_g), kFloat32Bound);
+  EXPECT_LE(relative_error(beta, expected_beta), kFloat32Bound);
+  EXPECT_TRUE(std::ranges::all_of(g, [](float x) { return x <= 0; }));
+}
+
+TEST(Delta, RefusesWhatTheContractForbids) {
+  Device device(1);
+  const DeltaShape shape = {2, 1, 32, 8, 1};
+  std::mt19937_64 random(17);
+  DeltaRig rig(shape, 2, 4, 2, device);
+  const DeltaInputs inputs(shape, 8, random);
+  std::vector<float> out(8 * 16);
+  const auto decode = [&](int T, std::vector<int> slots = {0}) {
+    delta_decode({rig.state, rig.rows(slots), T, inputs.tokens(), DeltaReadout::kExact, out.data()}, device,
+                 rig.workspace());
+  };
+  EXPECT_THROW(decode(0), Error);
+  EXPECT_THROW(decode(3), Error);  // more than the ring has room for
+  EXPECT_THROW(decode(5), Error);  // more than the window
+  EXPECT_THROW(decode(1, {2}), Error);
+  EXPECT_THROW(decode(1, {-2}), Error);
+  EXPECT_NO_THROW(decode(1, {kPaddingSlot}));
+  rig.cursors[0].history = 5;
+  EXPECT_THROW(decode(1), Error);
+  rig.cursors[0] = {-1, 0};
+  EXPECT_THROW(decode(1), Error);
+  for (const DeltaShape& bad : {DeltaShape{3, 2, 32, 8, 1}, DeltaShape{2, 1, 24, 8, 1}, DeltaShape{2, 1, 272, 8, 1},
+                                DeltaShape{2, 1, 32, 6, 1}, DeltaShape{0, 0, 32, 8, 1}, DeltaShape{2, 1, 32, 8, 32}})
+    EXPECT_THROW(check_shape(bad), Error);
+  DeltaStep small = {rig.state, rig.rows({1}), inputs.tokens(), out.data()};
+  EXPECT_THROW(delta_step(small, device, rig.workspace().first(64)), Error);
+}
+
+}  // namespace
+}  // namespace replayssm::test
