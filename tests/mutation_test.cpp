@@ -6,8 +6,10 @@
 #include <nlohmann/json.hpp>
 
 #include "replayssm/core/safetensors.h"
+#include "replayssm/model/checkpoint.h"
 #include "replayssm/model/config.h"
 #include "replayssm/model/tokenizer.h"
+#include "tests/bad_input.h"
 #include "tests/tokenizer_fixture.h"
 
 namespace replayssm {
@@ -167,6 +169,32 @@ TEST(Mutation, Tokenizer) {
   RecordProperty("refused", counts.refused);
   RecordProperty("accepted", counts.accepted);
   EXPECT_GT(counts.refused, kMutations);
+  EXPECT_GT(counts.accepted, 100);
+}
+
+TEST(Mutation, CheckpointIndex) {
+  const test::TemporaryDirectory directory;
+  const std::string bytes(8, 'b');
+  const Tensor a{"a", Dtype::kF32, {2}, std::as_bytes(std::span(bytes))};
+  const Tensor b{"b", Dtype::kF32, {2}, std::as_bytes(std::span(bytes))};
+  write_safetensors(directory.path("one.safetensors"), std::vector{a});
+  write_safetensors(directory.path("two.safetensors"), std::vector{a, b});
+  const std::string index =
+      R"({"metadata":{"total_size":16},"weight_map":{"a":"one.safetensors","b":"two.safetensors"}})";
+  const auto check = [&](const std::string& text) {
+    directory.write("model.safetensors.index.json", text);
+    const Checkpoint checkpoint(directory.path());
+    const json weight_map = json::parse(text).at("weight_map");
+    ASSERT_EQ(checkpoint.names().size(), weight_map.size());
+    for (const std::string& name : checkpoint.names())
+      EXPECT_TRUE(weight_map.at(name) == "one.safetensors" || weight_map.at(name) == "two.safetensors");
+  };
+  check(index);
+  const auto mutate = [](Mutator& mutator, const std::string& text) {
+    return mutator.below(2) == 0 ? mutator.bytes(text) : mutator.json(text);
+  };
+  const auto counts = survive_mutations(index, kMutations, 4'000'000, mutate, check);
+  EXPECT_GT(counts.refused, kMutations / 2);
   EXPECT_GT(counts.accepted, 100);
 }
 
