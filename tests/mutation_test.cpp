@@ -19,7 +19,7 @@ using nlohmann::json;
 using test::Mutator;
 using test::survive_mutations;
 
-constexpr int kMutations = 10000;
+constexpr int kMutations = 20000;
 
 std::string safetensors_input() {
   const std::string header =
@@ -71,10 +71,10 @@ std::string mutate_safetensors(Mutator& mutator, const std::string& file) {
 TEST(Mutation, Safetensors) {
   check_safetensors(safetensors_input());
   const auto counts =
-      survive_mutations(safetensors_input(), 2 * kMutations, 1'000'000, mutate_safetensors, check_safetensors);
+      survive_mutations(safetensors_input(), kMutations, 1'000'000, mutate_safetensors, check_safetensors);
   RecordProperty("refused", counts.refused);
   RecordProperty("accepted", counts.accepted);
-  EXPECT_GT(counts.refused, kMutations);
+  EXPECT_GT(counts.refused, kMutations / 2);
   EXPECT_GT(counts.accepted, 100);
 }
 
@@ -111,14 +111,14 @@ void check_config(const std::string& text) {
 TEST(Mutation, Config) {
   check_config(kConfig);
   const auto counts = survive_mutations(
-      kConfig, 2 * kMutations, 2'000'000,
+      kConfig, kMutations, 2'000'000,
       [](Mutator& mutator, const std::string& text) {
         return mutator.below(4) == 0 ? mutator.bytes(text) : mutator.json(text);
       },
       check_config);
   RecordProperty("refused", counts.refused);
   RecordProperty("accepted", counts.accepted);
-  EXPECT_GT(counts.refused, kMutations);
+  EXPECT_GT(counts.refused, kMutations / 2);
   EXPECT_GT(counts.accepted, 100);
 }
 
@@ -165,10 +165,10 @@ TEST(Mutation, Tokenizer) {
   const std::string text = test::small_tokenizer().dump();
   check_tokenizer(text);
   ASSERT_TRUE(keeps_text(test::small_tokenizer()));
-  const auto counts = survive_mutations(text, 2 * kMutations, 3'000'000, mutate_tokenizer, check_tokenizer);
+  const auto counts = survive_mutations(text, kMutations, 3'000'000, mutate_tokenizer, check_tokenizer);
   RecordProperty("refused", counts.refused);
   RecordProperty("accepted", counts.accepted);
-  EXPECT_GT(counts.refused, kMutations);
+  EXPECT_GT(counts.refused, kMutations / 2);
   EXPECT_GT(counts.accepted, 100);
 }
 
@@ -193,9 +193,10 @@ TEST(Mutation, CheckpointIndex) {
   const auto mutate = [](Mutator& mutator, const std::string& text) {
     return mutator.below(2) == 0 ? mutator.bytes(text) : mutator.json(text);
   };
-  const auto counts = survive_mutations(index, kMutations, 4'000'000, mutate, check);
-  EXPECT_GT(counts.refused, kMutations / 2);
-  EXPECT_GT(counts.accepted, 100);
+  // Fewer, since each writes and maps files; the parser below is the one that config.json goes through.
+  const auto counts = survive_mutations(index, kMutations / 20, 4'000'000, mutate, check);
+  EXPECT_GT(counts.refused, kMutations / 40);
+  EXPECT_GT(counts.accepted, 10);
 }
 
 TEST(Mutation, AllocationsAreCounted) {
