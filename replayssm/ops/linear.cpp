@@ -26,6 +26,9 @@ constexpr int64_t kLinearBlockBytes = 1 << 20;
 constexpr int64_t kLinearPassInputs = 768;
 // Up to here weights are widened in registers; beyond, once a pass.
 constexpr int64_t kLinearDirectTokens = 12;
+// How far ahead of a product its row of weights is fetched: 93% of a plain read's speed instead of 86% (Xeon, AVX-512,
+// one thread, 2560 x 9216).
+constexpr int64_t kLinearAheadBytes = 512;
 // Outputs of a tile. The grid of the parallel loop, too, hence one number for every target.
 constexpr int64_t kLinearTileOutputs = 8;
 }  // namespace replayssm
@@ -106,7 +109,7 @@ HWY_INLINE void save(const Vec (&sums)[Rows * Tokens], float* to, int64_t row_st
       [&](auto i) REPLAYSSM_INLINE { hn::Store(sums[i], Tag(), to + i / Tokens * row_stride + i % Tokens * kLanes); });
 }
 
-template <int Rows, int Tokens, typename W>
+template <int Rows, int Tokens, bool IsFromMemory, typename W>
 HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, const float* x, int64_t x_stride,
                     int64_t count) {
   int64_t i = 0;
@@ -115,6 +118,7 @@ HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, co
     unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE { activations[t] = hn::LoadU(Tag(), x + t * x_stride + i); });
     unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
       const Vec weights = widen(w + r * w_stride + i);
+      if constexpr (IsFromMemory) hwy::Prefetch(w + r * w_stride + i + kLinearAheadBytes / sizeof(W));
       // Keeps g++ from loading a weight again for every product: two loads a cycle are the limit.
       asm volatile("" ::: "memory");
       unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
@@ -204,8 +208,8 @@ void multiply_directly(const Linear& args, const W* weight, int64_t token_begin,
   for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
     Vec sums[Rows * tokens()];
     clear<Rows, tokens()>(sums);
-    add<Rows, tokens()>(sums, weight + output * args.inputs, args.inputs, args.x + token * args.x_stride, args.x_stride,
-                        args.inputs);
+    add<Rows, tokens(), true>(sums, weight + output * args.inputs, args.inputs, args.x + token * args.x_stride,
+                              args.x_stride, args.inputs);
     finish<Rows, tokens()>(sums, args, token, output);
   });
 }
@@ -235,8 +239,8 @@ void multiply_in_passes(const Linear& args, const W* weight, int64_t token_begin
         clear<Rows, tokens()>(sums);
       else
         load<Rows, tokens()>(sums, tile, kSavedStride);
-      add<Rows, tokens()>(sums, widened, kLinearPassInputs, args.x + token * args.x_stride + begin, args.x_stride,
-                          count);
+      add<Rows, tokens(), false>(sums, widened, kLinearPassInputs, args.x + token * args.x_stride + begin,
+                                 args.x_stride, count);
       if (begin + count < args.inputs)
         save<Rows, tokens()>(sums, tile, kSavedStride);
       else
