@@ -11,7 +11,6 @@
 #include <hwy/cache_control.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "replayssm/core/error.h"
 #include "replayssm/ops/vectors-inl.h"
@@ -39,7 +38,6 @@ namespace replayssm {
 namespace HWY_NAMESPACE {
 namespace {
 namespace hn = hwy::HWY_NAMESPACE;
-#define REPLAYSSM_INLINE HWY_ATTR __attribute__((always_inline))
 
 using Tag = hn::ScalableTag<float>;
 using Vec = hn::Vec<Tag>;
@@ -77,16 +75,6 @@ HWY_INLINE Vec widen_rest(const T* from, int64_t count) {
   HWY_ALIGN float lanes[kLanes] = {};
   for (int64_t i = 0; i < count; ++i) lanes[i] = widen_one(from[i]);
   return hn::Load(Tag(), lanes);
-}
-
-// Calls body(0), ..., body(count - 1) with constants: an array indexed by them alone stays in registers.
-template <typename Body, int... Index>
-HWY_INLINE void unrolled(std::integer_sequence<int, Index...>, const Body& body) {
-  (body(std::integral_constant<int, Index>()), ...);
-}
-template <int Count, typename Body>
-HWY_INLINE void unrolled(const Body& body) {
-  unrolled(std::make_integer_sequence<int, Count>(), body);
 }
 
 // The sums of a tile, `Rows` weight rows times `Tokens` tokens: lane l takes the inputs l, l + lanes, ... in that
