@@ -1,14 +1,21 @@
 // Runs the tests, on the vector instructions that the environment variable REPLAYSSM_SIMD names (else the best).
+// With --simd_targets it only lists the vector targets: "NAME runs" or "NAME lacks" a line.
 #include <gtest/gtest.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
 
 #include "replayssm/core/error.h"
 #include "replayssm/core/simd.h"
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
+  if (argc == 2 && std::string_view(argv[1]) == "--simd_targets") {
+    for (const std::string& name : replayssm::simd_targets()) std::printf("%s runs\n", name.c_str());
+    for (const std::string& name : replayssm::unsupported_simd_targets()) std::printf("%s lacks\n", name.c_str());
+    return 0;
+  }
   try {
     if (const char* name = std::getenv("REPLAYSSM_SIMD")) replayssm::use_simd_target(name);
   } catch (const replayssm::Error& error) {

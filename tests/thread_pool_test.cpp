@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <thread>
 #include <vector>
 
 #include "replayssm/core/error.h"
@@ -35,9 +37,57 @@ TEST(ThreadPool, PlainWritesOfOneLoopAreSeenByTheNext) {
   std::vector<int64_t> values(257, 0);
   for (int round = 0; round < 20000; ++round)
     pool.parallel_for(257, 16, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = begin; i < end; ++i) values[i] = values[256 - (256 - i)] + 1;
+      for (int64_t i = begin; i < end; ++i) ++values[i];
     });
   for (int64_t value : values) EXPECT_EQ(value, 20000);
+}
+
+// Rounds far apart and ranges of unequal length, so that workers and the caller fall asleep and must be woken.
+TEST(ThreadPool, SleepersAreWoken) {
+  ThreadPool pool(4);
+  for (int round = 0; round < 50; ++round) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::atomic<int64_t> sum{0};
+    pool.parallel_for(8, 1, [&](int64_t begin, int64_t, int) {
+      if (begin % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+      sum.fetch_add(begin);
+    });
+    ASSERT_EQ(sum.load(), 28);
+  }
+}
+
+TEST(ThreadPool, WhatABodyThrowsReachesTheCallerAndThePoolLives) {
+  for (int threads : {1, 2, 4}) {
+    ThreadPool pool(threads);
+    for (int round = 0; round < 200; ++round) {
+      const int64_t bad = round % 64;
+      std::atomic<int> inside{0};
+      EXPECT_THROW(pool.parallel_for(64, 1,
+                                     [&](int64_t begin, int64_t, int) {
+                                       inside.fetch_add(1);
+                                       if (begin == bad) {
+                                         inside.fetch_sub(1);
+                                         throw Error("bad range");
+                                       }
+                                       inside.fetch_sub(1);
+                                     }),
+                   Error);
+      EXPECT_EQ(inside.load(), 0);
+      std::atomic<int64_t> visited{0};
+      pool.parallel_for(64, 1, [&](int64_t begin, int64_t end, int) { visited.fetch_add(end - begin); });
+      ASSERT_EQ(visited.load(), 64);
+    }
+  }
+}
+
+TEST(ThreadPool, PoolsComeAndGo) {
+  for (int round = 0; round < 100; ++round) {
+    ThreadPool idle(3);
+    ThreadPool pool(3);
+    int64_t values[16] = {};
+    pool.parallel_for(16, 1, [&](int64_t begin, int64_t, int) { values[begin] = begin; });
+    for (int64_t i = 0; i < 16; ++i) ASSERT_EQ(values[i], i);
+  }
 }
 
 TEST(ThreadPool, RefusesImpossibleSizes) {

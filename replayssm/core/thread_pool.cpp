@@ -3,6 +3,9 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <system_error>
+#include <utility>
+
 #include "replayssm/core/error.h"
 
 namespace replayssm {
@@ -45,7 +48,12 @@ ThreadPool::ThreadPool(int threads, bool pin) {
   const std::vector<int> cores = usable_cores();
   const int count = threads == 0 ? static_cast<int>(cores.size()) : threads;
   workers_.reserve(count - 1);
-  for (int thread = 1; thread < count; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < count; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  } catch (const std::system_error& error) {
+    stop();
+    fail("threads: cannot start {} threads: {}", count, error.what());
+  }
   if (!pin) return;
   pin_to(pthread_self(), cores[0]);
   for (int thread = 1; thread < count; ++thread)
@@ -53,6 +61,10 @@ ThreadPool::ThreadPool(int threads, bool pin) {
 }
 
 ThreadPool::~ThreadPool() {
+  stop();
+}
+
+void ThreadPool::stop() {
   stopping_.store(true);
   round_.fetch_add(1);
   round_.notify_all();
@@ -68,12 +80,13 @@ void ThreadPool::run(const Loop& loop) {
   claim_ranges(0);
   for (int polls = 0;; ++polls) {
     const int busy = busy_.load(std::memory_order_acquire);
-    if (busy == 0) return;
+    if (busy == 0) break;
     if (polls < kPolls)
       pause_briefly();
     else
       busy_.wait(busy, std::memory_order_acquire);
   }
+  if (has_thrown_.exchange(false)) std::rethrow_exception(std::exchange(thrown_, nullptr));
 }
 
 void ThreadPool::work(int thread) {
@@ -101,7 +114,12 @@ void ThreadPool::claim_ranges(int thread) {
     const int64_t begin = next_.fetch_add(loop.grain, std::memory_order_relaxed);
     if (begin >= loop.count) return;
     const int64_t end = begin + loop.grain < loop.count ? begin + loop.grain : loop.count;
-    loop.body(loop.context, begin, end, thread);
+    try {
+      loop.body(loop.context, begin, end, thread);
+    } catch (...) {
+      if (!has_thrown_.exchange(true)) thrown_ = std::current_exception();
+      next_.store(loop.count, std::memory_order_relaxed);
+    }
   }
 }
 

@@ -3,8 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace replayssm {
@@ -14,7 +16,8 @@ namespace replayssm {
 // results whose bits do not depend on the split.
 class ThreadPool {
  public:
-  // threads >= 1, or 0 for one per core that this process may use. With `pin`, thread i stays on the i-th such core.
+  // threads >= 1, or 0 for one per core that this process may use. With `pin`, thread i stays on the i-th such core,
+  // the calling thread too. Throws Error when the threads cannot be had.
   explicit ThreadPool(int threads = 0, bool pin = false);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -23,7 +26,9 @@ class ThreadPool {
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Calls body(begin, end, thread) for ranges that cover 0 .. count-1 once, each at most `grain` long; `thread` is in
-  // 0 .. size()-1 and no two ranges run at once under one `thread`. `body` must not throw.
+  // 0 .. size()-1 and no two ranges run at once under one `thread`. grain >= 1; `body` starts no loop of this pool.
+  // What a call of `body` throws is thrown here, once all calls that had begun have ended; the remaining ranges are
+  // left out, and the pool stays usable.
   template <typename Body>
   void parallel_for(int64_t count, int64_t grain, Body&& body) {
     if (count <= 0) return;
@@ -50,11 +55,15 @@ class ThreadPool {
   void run(const Loop& loop);
   void work(int thread);
   void claim_ranges(int thread);
+  void stop();
 
+  // Written by run() alone, between two rounds: a round ends when every worker has left it.
   Loop loop_{};
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int> busy_{0};
+  std::atomic<bool> has_thrown_{false};
+  std::exception_ptr thrown_;  // the first of this round; written by whoever set has_thrown_
   std::atomic<bool> stopping_{false};
   std::vector<std::thread> workers_;
 };

@@ -1,0 +1,237 @@
+// Model configurations: every spelling read, every wrong field refused by name.
+#include "replayssm/model/config.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/bad_input.h"
+
+namespace replayssm {
+namespace {
+
+using nlohmann::json;
+using test::expect_refusal;
+
+json text_config() {
+  return json::parse(R"({
+    "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216,
+    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-06, "attention_bias": false,
+    "attn_output_gate": true, "tie_word_embeddings": true, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "full_attention_interval": 4, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false,
+    "eos_token_id": 248044, "dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+                        "mrope_section": [11, 11, 10], "mrope_interleaved": true}})");
+}
+
+json next_config() {
+  json config = text_config();
+  config["model_type"] = "qwen3_next";
+  config["num_experts"] = 0;
+  config.erase("mtp_num_hidden_layers");
+  return config;
+}
+
+ModelConfig parse(const json& config, const std::string& generation = "") {
+  return parse_config(config.dump(), generation, "");
+}
+
+TEST(Config, ReadsTextModel) {
+  const ModelConfig config = parse(text_config());
+  EXPECT_EQ(config.architecture, Architecture::kQwen35);
+  EXPECT_EQ(config.model_type, "qwen3_5_text");
+  EXPECT_EQ(config.vocabulary, 248320);
+  EXPECT_EQ(config.hidden_size, 2560);
+  EXPECT_EQ(config.intermediate_size, 9216);
+  ASSERT_EQ(config.layers.size(), 8u);
+  for (int layer = 0; layer < 8; ++layer)
+    EXPECT_EQ(config.layers[layer], layer % 4 == 3 ? LayerKind::kAttention : LayerKind::kDelta);
+  EXPECT_EQ(config.count(LayerKind::kDelta), 6);
+  EXPECT_EQ(config.attention.query_heads, 16);
+  EXPECT_EQ(config.attention.kv_heads, 4);
+  EXPECT_EQ(config.attention.head_size, 256);
+  EXPECT_EQ(config.attention.rotary_size, 64);
+  EXPECT_EQ(config.attention.rope_theta, 1e7);
+  EXPECT_EQ(config.delta.shape.heads, 32);
+  EXPECT_EQ(config.delta.shape.key_heads, 16);
+  EXPECT_EQ(config.delta.shape.key_size, 128);
+  EXPECT_EQ(config.delta.shape.value_size, 128);
+  EXPECT_EQ(config.delta.shape.gate_size, 1);
+  EXPECT_EQ(config.delta.conv_width, 4);
+  EXPECT_EQ(config.delta.conv_channels(), 8192);
+  EXPECT_EQ(config.norm_epsilon, 1e-6);
+  EXPECT_TRUE(config.has_tied_embeddings);
+  EXPECT_EQ(config.context_tokens, 262144);
+  EXPECT_EQ(config.end_tokens, std::vector<int32_t>{248044});
+  EXPECT_EQ(config.mtp_layers, 1);
+}
+
+TEST(Config, ReadsWrappedModel) {
+  json wrapped = {{"model_type", "qwen3_5"}, {"text_config", text_config()}, {"vision_config", {{"depth", 27}}}};
+  EXPECT_EQ(parse(wrapped).hidden_size, 2560);
+  EXPECT_EQ(parse(wrapped).model_type, "qwen3_5");
+  EXPECT_TRUE(parse(wrapped).has_tied_embeddings);
+  wrapped["tie_word_embeddings"] = false;
+  EXPECT_FALSE(parse(wrapped).has_tied_embeddings);
+  wrapped["eos_token_id"] = {7, 248044};
+  EXPECT_EQ(parse(wrapped).end_tokens, (std::vector<int32_t>{248044, 7}));
+  wrapped["quantization_config"] = {{"bits", 4}};
+  expect_refusal([&] { parse(wrapped); }, "config.json: quantization_config: expected none", "got an object of 1");
+  wrapped.erase("quantization_config");
+  wrapped["text_config"]["hidden_size"] = 0;
+  expect_refusal([&] { parse(wrapped); }, "config.json: text_config.hidden_size: expected an integer", "got 0");
+  wrapped["text_config"] = text_config();
+  wrapped["text_config"]["model_type"] = "qwen3";
+  expect_refusal([&] { parse(wrapped); }, "text_config.model_type: expected \"qwen3_5_text\"", "got \"qwen3\"");
+  wrapped.erase("text_config");
+  expect_refusal([&] { parse(wrapped); }, "config.json: text_config: expected an object, got nothing");
+}
+
+TEST(Config, ReadsQwen3Next) {
+  EXPECT_EQ(parse(next_config()).architecture, Architecture::kQwen3Next);
+  EXPECT_EQ(parse(next_config()).mtp_layers, 0);
+  json config = next_config();
+  config["num_nextn_predict_layers"] = 1;
+  EXPECT_EQ(parse(config).mtp_layers, 1);
+  config["num_experts"] = 512;
+  expect_refusal([&] { parse(config); }, "num_experts: expected 0 (mixture of experts is not supported), got 512");
+  config.erase("num_experts");
+  expect_refusal([&] { parse(config); }, "num_experts: expected 0", "got nothing");
+}
+
+TEST(Config, ReadsOlderAndDefaultSpellings) {
+  json config = text_config();
+  config.erase("rope_parameters");
+  EXPECT_EQ(parse(config).attention.rope_theta, 10000);
+  EXPECT_EQ(parse(config).attention.rotary_size, 64);
+  config["rope_theta"] = 500000.5;
+  config["partial_rotary_factor"] = 0.5;
+  config["rope_scaling"] = nullptr;
+  EXPECT_EQ(parse(config).attention.rope_theta, 500000.5);
+  EXPECT_EQ(parse(config).attention.rotary_size, 128);
+  config["rope_scaling"] = {{"type", "default"}, {"mrope_section", {11, 11, 10}}};
+  EXPECT_EQ(parse(config).attention.rotary_size, 128);
+  config["layer_types"] = {"full_attention",   "full_attention",   "linear_attention", "linear_attention",
+                           "linear_attention", "linear_attention", "linear_attention", "full_attention"};
+  EXPECT_EQ(parse(config).count(LayerKind::kAttention), 3);
+  EXPECT_EQ(parse(config).layers[0], LayerKind::kAttention);
+  for (const char* field : {"head_dim", "linear_conv_kernel_dim", "rms_norm_eps", "hidden_act", "attention_bias",
+                            "tie_word_embeddings", "eos_token_id", "mtp_num_hidden_layers", "attn_output_gate"})
+    config.erase(field);
+  EXPECT_EQ(parse(config).attention.head_size, 256);
+  EXPECT_EQ(parse(config).norm_epsilon, 1e-6);
+  EXPECT_FALSE(parse(config).has_tied_embeddings);
+  EXPECT_TRUE(parse(config).end_tokens.empty());
+  EXPECT_EQ(parse(config).mtp_layers, 0);
+}
+
+TEST(Config, CollectsEndTokensOfBothFiles) {
+  json config = text_config();
+  EXPECT_EQ(parse(config, R"({"eos_token_id":[5,248044,6]})").end_tokens, (std::vector<int32_t>{5, 248044, 6}));
+  EXPECT_EQ(parse(config, R"({"eos_token_id":9})").end_tokens, (std::vector<int32_t>{9, 248044}));
+  EXPECT_EQ(parse(config, R"({"temperature":1})").end_tokens, (std::vector<int32_t>{248044}));
+  expect_refusal([&] { parse(config, R"({"eos_token_id":248320})"); },
+                 "generation_config.json: eos_token_id: expected token ids in 0 .. 248319, got 248320");
+  expect_refusal([&] { parse(config, R"({"eos_token_id":[1,-1]})"); }, "got -1");
+  expect_refusal([&] { parse(config, R"({"eos_token_id":"x"})"); }, "got \"x\"");
+  expect_refusal([&] { parse(config, "[]"); }, "generation_config.json: expected an object");
+  expect_refusal([&] { parse(config, "{"); }, "generation_config.json: expected JSON");
+  json many = json::object({{"eos_token_id", json::array()}});
+  for (int id = 0; id < 65; ++id) many["eos_token_id"].push_back(id);
+  expect_refusal([&] { parse(config, many.dump()); }, "at most 64 token ids");
+}
+
+TEST(Config, EveryNeededFieldIsRequiredAndTyped) {
+  for (const char* field :
+       {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "linear_num_key_heads", "linear_num_value_heads",
+        "linear_key_head_dim", "linear_value_head_dim"}) {
+    json config = text_config();
+    config[field] = json::array();
+    expect_refusal([&] { parse(config); }, fmt::format("config.json: {}: expected", field), "got an array of 0");
+    config[field] = nullptr;
+    expect_refusal([&] { parse(config); }, fmt::format("config.json: {}: expected", field), "got nothing");
+    config.erase(field);
+    expect_refusal([&] { parse(config); }, fmt::format("config.json: {}: expected", field), "got nothing");
+  }
+}
+
+TEST(Config, NumbersHaveLimits) {
+  for (const char* field :
+       {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "linear_num_key_heads", "linear_num_value_heads",
+        "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"}) {
+    for (const json& value : {json(0), json(-1), json(1.5), json(1e30), json(int64_t{1} << 40), json(INT64_MIN),
+                              json(UINT64_MAX), json("8"), json(true)}) {
+      json config = text_config();
+      config[field] = value;
+      expect_refusal([&] { parse(config); }, fmt::format("config.json: {}: expected an integer in", field));
+    }
+  }
+}
+
+TEST(Config, RefusesWhatIsNotSupported) {
+  const struct {
+    const char* patch;
+    const char* line;
+  } cases[] = {
+      {R"({"model_type": "llama"})", "model_type: expected qwen3_5, qwen3_5_text or qwen3_next, got \"llama\""},
+      {R"({"model_type": "qwen3_5_moe_text"})", "got \"qwen3_5_moe_text\""},
+      {R"({"hidden_act": "gelu"})", "hidden_act: expected \"silu\" (nothing else is supported), got \"gelu\""},
+      {R"({"attention_bias": true})", "attention_bias: expected false"},
+      {R"({"attn_output_gate": false})", "attn_output_gate: expected true"},
+      {R"({"output_gate_type": "sigmoid"})", "output_gate_type: expected \"swish\""},
+      {R"({"mtp_use_dedicated_embeddings": true})", "mtp_use_dedicated_embeddings: expected false"},
+      {R"({"mtp_num_hidden_layers": 2})", "mtp_num_hidden_layers: expected an integer in 0 .. 1, got 2"},
+      {R"({"quantization_config": {}})", "quantization_config: expected none"},
+      {R"({"num_experts": 8})", "num_experts: expected 0"},
+      {R"({"num_attention_heads": 18})", "num_attention_heads: expected a multiple of 4, got 18"},
+      {R"({"linear_num_value_heads": 24})", "linear_num_value_heads: expected a multiple of 16, got 24"},
+      {R"({"linear_key_head_dim": 100})", "linear_key_head_dim: expected a multiple of 16, got 100"},
+      {R"({"linear_value_head_dim": 30})", "linear_value_head_dim: expected a multiple of 4, got 30"},
+      {R"({"num_attention_heads": 1024, "head_dim": 1024})", "head_dim: expected at most 256 for 1024 heads, got 1024"},
+      {R"({"linear_num_value_heads": 1024, "linear_value_head_dim": 1024})", "linear_value_head_dim: expected at most"},
+      {R"({"num_hidden_layers": 1024, "linear_num_value_heads": 256, "linear_value_head_dim": 1024,
+           "linear_key_head_dim": 256, "linear_num_key_heads": 256})",
+       "num_hidden_layers: expected layers with a state of at most 8589934592 numbers"},
+      {R"({"layer_types": ["full_attention"]})", "layer_types: expected 8 (num_hidden_layers), got an array of 1"},
+      {R"({"layer_types": [1,2,3,4,5,6,7,8]})", "\"full_attention\", got 1"},
+      {R"({"layer_types": "x"})", "layer_types: expected an array"},
+      {R"({"full_attention_interval": 0})", "full_attention_interval: expected an integer"},
+      {R"({"rms_norm_eps": 0})", "rms_norm_eps: expected a number"},
+      {R"({"rms_norm_eps": "x"})", "rms_norm_eps: expected a number"},
+      {R"({"tie_word_embeddings": 1})", "tie_word_embeddings: expected true or false"},
+      {R"({"rope_parameters": {"rope_type": "yarn"}})", "rope_parameters.rope_type: expected \"default\""},
+      {R"({"rope_parameters": {"rope_theta": 0}})", "rope_parameters.rope_theta: expected a number"},
+      {R"({"rope_parameters": {"full_attention": {}}})", "expected plain RoPE"},
+      {R"({"rope_parameters": {"partial_rotary_factor": 0.003}})", "rope_parameters.partial_rotary_factor: expected"},
+      {R"({"rope_parameters": {"partial_rotary_factor": 1.5}})", "rope_parameters.partial_rotary_factor: expected"},
+      {R"({"rope_parameters": {"partial_rotary_factor": 0.06}})", "got 15 of 256"},
+      {R"({"rope_parameters": []})", "rope_parameters: expected an object"},
+      {R"({"rope_scaling": {"type": "linear", "factor": 2}})", "rope_scaling.type: expected \"default\""},
+      {R"({"eos_token_id": 248320})", "eos_token_id: expected token ids in 0 .. 248319"},
+  };
+  for (const auto& one : cases) {
+    json config = text_config();
+    config.update(json::parse(one.patch));
+    expect_refusal([&] { parse(config); }, "config.json: ", one.line);
+  }
+  expect_refusal([] { parse_config("[]", "", ""); }, "config.json: expected an object");
+  expect_refusal([] { parse_config("{\"model_type\":", "", "dir/"); }, "dir/config.json: expected JSON");
+}
+
+TEST(Config, ReadsDirectories) {
+  const test::TemporaryDirectory directory;
+  expect_refusal([&] { read_config(directory.path()); }, directory.path("config.json"), "No such file");
+  directory.write("config.json", text_config().dump());
+  EXPECT_EQ(read_config(directory.path()).hidden_size, 2560);
+  directory.write("generation_config.json", R"({"eos_token_id":[1,2]})");
+  EXPECT_EQ(read_config(directory.path() + "/").end_tokens, (std::vector<int32_t>{1, 2, 248044}));
+  directory.write("generation_config.json", "nothing");
+  expect_refusal([&] { read_config(directory.path()); }, "/generation_config.json: expected JSON");
+}
+
+}  // namespace
+}  // namespace replayssm

@@ -1,0 +1,64 @@
+// The bytes of state that steps move, against counts by hand for a small layer.
+#include "replayssm/state/traffic.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace replayssm {
+namespace {
+
+// A checkpoint of 2 x 4 x 16 = 128 numbers, records of 17 + 2 (4 + 2) = 29, 24 inputs of a convolution.
+StateLayout small_layout() {
+  StateLayout layout;
+  layout.layers = {DeltaLayer{{.heads = 2, .key_heads = 1, .key_size = 16, .value_size = 4, .gate_size = 1}, 24, 4},
+                   AttentionLayer{1, 16}};
+  layout.window = 16;
+  layout.max_step_tokens = 2;
+  layout.context_tokens = 100;
+  return layout;
+}
+
+StateTraffic traffic(StepKind kind, std::vector<int32_t> slots, std::vector<int32_t> history, int tokens,
+                     std::vector<uint8_t> is_flushing, DeltaReadout readout = DeltaReadout::kPulledBack) {
+  std::vector<int32_t> token_begin;
+  for (size_t row = 0; row <= slots.size(); ++row) token_begin.push_back(static_cast<int32_t>(row) * tokens);
+  StepPlan plan;
+  plan.kind = kind;
+  plan.rows.count = static_cast<int>(slots.size());
+  plan.rows.slot = slots.data();
+  plan.rows.history = history.data();
+  plan.token_begin = token_begin.data();
+  plan.is_flushing = is_flushing.data();
+  return step_traffic(small_layout(), plan, readout);
+}
+
+void expect_numbers(const StateTraffic& given, size_t read, size_t written) {
+  EXPECT_EQ(given.read_bytes, read * 4);
+  EXPECT_EQ(given.written_bytes, written * 4);
+}
+
+TEST(StateTraffic, ConventionalReadsAndWritesTheCheckpoint) {
+  expect_numbers(traffic(StepKind::kConventional, {0}, {0}, 1, {0}), 128 + 72, 128 + 24);
+}
+
+TEST(StateTraffic, ReplayReadsItAndWritesRecords) {
+  expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}), 128 + 3 * 29 + 3 + 72, 2 * 29 + 2 * 3 + 1 + 2 * 24);
+  expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}, DeltaReadout::kExact), 128 + 3 * 29 + 72,
+                 2 * 29 + 2 * 3 + 1 + 2 * 24);
+}
+
+TEST(StateTraffic, AFlushWritesTheCheckpoint) {
+  expect_numbers(traffic(StepKind::kReplay, {0}, {16}, 1, {1}), 128 + 16 * 29 + 72, 128 + 29 + 24);
+}
+
+TEST(StateTraffic, PrefillKeepsTheLastInputs) {
+  expect_numbers(traffic(StepKind::kPrefill, {0}, {0}, 50, {0}), 128 + 72, 128 + 5 * 24);
+}
+
+TEST(StateTraffic, PaddingRowsMoveNothing) {
+  expect_numbers(traffic(StepKind::kConventional, {kPaddingSlot, 4}, {0, 0}, 1, {0, 0}), 128 + 72, 128 + 24);
+}
+
+}  // namespace
+}  // namespace replayssm
