@@ -32,7 +32,10 @@ struct KvPages {
 
 // Row b holds tokens token_begin[b] .. token_begin[b+1]-1 at positions base + history, base + history + 1, ...: their
 // k and v are written to the cache, then their queries attend. A token's output bits depend on nothing but its own
-// query and the keys and values up to its position.
+// query and the keys and values up to its position; pages that no position of the step reaches are not read. `out` may
+// not overlap an input. No two rows may share a page that this step writes. Outputs of padding rows are zeros.
+// Throws Error for sizes < 1, query_heads % kv_heads != 0, a falling token_begin, a negative position, a position past
+// the page table or a page past the pool, and null pointers. rows.checkpoint_in and _out are not used.
 struct Attention {
   KvCache cache;
   KvPages pages;
@@ -48,7 +51,8 @@ struct Attention {
 };
 void attention(const Attention& args, Device& device, std::span<std::byte> workspace);
 
-// The bytes of `workspace` for rows of up to `max_position` positions.
-size_t attention_workspace_bytes(int query_heads, int head_size, int64_t max_position, Device& device);
+// The bytes of `workspace` that any call with these heads needs. Contents are scratch; it starts at a multiple of
+// kAlignmentBytes.
+size_t attention_workspace_bytes(int query_heads, int kv_heads, int head_size, Device& device);
 
 }  // namespace replayssm

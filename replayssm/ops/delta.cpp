@@ -98,6 +98,7 @@ HWY_INLINE void read_rows(const float* state, int row, int key_size, const float
     for (int t = 0; t < kQueries; ++t) query[t] = hn::LoadU(d, u[t] + c);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+      hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
       const FloatVector value = hn::LoadU(d, from + r * key_size + c);
 #pragma GCC unroll 4
       for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::MulAdd(value, query[t], sums[t][r]);
@@ -405,7 +406,7 @@ size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& devi
 template <typename Kernel>
 void for_each_key_head(const StateRows& rows, const DeltaShape& shape, Device& device, const Kernel& kernel) {
   device.threads().parallel_for(
-      static_cast<int64_t>(rows.count) * shape.key_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+      static_cast<int64_t>(rows.count) * shape.key_heads, 4, [&](int64_t begin, int64_t end, int thread) {
         for (int64_t unit = begin; unit < end; ++unit)
           kernel(static_cast<int>(unit / shape.key_heads), static_cast<int>(unit % shape.key_heads), thread);
       });

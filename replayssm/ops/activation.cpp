@@ -1,0 +1,74 @@
+// Elementwise products with an activation: a thread owns whole vectors.
+#include "replayssm/ops/activation.h"
+
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "replayssm/ops/activation.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+// clang-format on
+
+#include <algorithm>
+
+#include "replayssm/core/error.h"
+#include "replayssm/ops/vectors-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace replayssm {
+namespace HWY_NAMESPACE {
+
+// One call owns the tokens begin .. end-1.
+void silu_product_kernel(const SiluProduct& args, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end; ++n) {
+    const float* gate = args.gate + n * args.gate_stride;
+    const float* up = args.up + n * args.up_stride;
+    float* y = args.y + n * args.y_stride;
+    for_each_vector(args.size, [&](const auto& load, const auto& store)
+                                   HWY_ATTR { store(hn::Mul(silu(load(gate)), load(up)), y); });
+  }
+}
+
+// One call owns the tokens begin .. end-1.
+void sigmoid_gate_kernel(const SigmoidGate& args, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end; ++n) {
+    for (int h = 0; h < args.heads; ++h) {
+      const float* gate = args.gate + n * args.gate_stride + h * args.gate_head_stride;
+      float* x = args.x + n * args.x_stride + h * args.size;
+      for_each_vector(args.size, [&](const auto& load, const auto& store)
+                                     HWY_ATTR { store(hn::Mul(load(x), sigmoid(load(gate))), x); });
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace replayssm
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace replayssm {
+HWY_EXPORT(silu_product_kernel);
+HWY_EXPORT(sigmoid_gate_kernel);
+
+void silu_product(const SiluProduct& args, Device& device) {
+  require(args.tokens >= 0 && args.size >= 0, "silu_product: expected sizes >= 0, got tokens {} and size {}",
+          args.tokens, args.size);
+  if (args.tokens == 0 || args.size == 0) return;
+  require(args.gate != nullptr && args.up != nullptr && args.y != nullptr,
+          "silu_product: gate, up and y must not be null");
+  const auto kernel = HWY_DYNAMIC_DISPATCH(silu_product_kernel);
+  device.threads().parallel_for(args.tokens, std::max<int64_t>(1, 4096 / args.size),
+                                [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
+}
+
+void sigmoid_gate(const SigmoidGate& args, Device& device) {
+  require(args.tokens >= 0 && args.heads >= 0 && args.size >= 0,
+          "sigmoid_gate: expected sizes >= 0, got tokens {}, heads {} and size {}", args.tokens, args.heads, args.size);
+  if (args.tokens == 0 || args.heads == 0 || args.size == 0) return;
+  require(args.gate != nullptr && args.x != nullptr, "sigmoid_gate: gate and x must not be null");
+  const auto kernel = HWY_DYNAMIC_DISPATCH(sigmoid_gate_kernel);
+  device.threads().parallel_for(args.tokens, std::max<int64_t>(1, 4096 / (args.heads * args.size)),
+                                [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
+}
+
+}  // namespace replayssm
+#endif  // HWY_ONCE

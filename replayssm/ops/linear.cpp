@@ -1,0 +1,274 @@
+// Matrix products: rows of weights times tokens as dot products vectorised along the inputs.
+#include "replayssm/ops/linear.h"
+
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "replayssm/ops/linear.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+// clang-format on
+
+#include <algorithm>
+#include <utility>
+
+#include "replayssm/core/error.h"
+
+#ifndef REPLAYSSM_OPS_LINEAR_SIZES
+#define REPLAYSSM_OPS_LINEAR_SIZES
+namespace replayssm {
+// Tokens whose activations stay in a core's second-level cache while the weights stream past them.
+constexpr int64_t kLinearBlockTokens = 66;
+constexpr int64_t kLinearBlockBytes = 1 << 20;
+// Inputs of one pass over a block: the widened weights and the activations of a tile fit the first-level cache.
+constexpr int64_t kLinearPassInputs = 768;
+// Up to here weights are widened in registers; beyond, once a pass.
+constexpr int64_t kLinearDirectTokens = 6;
+// Outputs of a tile. The grid of the parallel loop, too, hence one number for every target.
+constexpr int64_t kLinearTileOutputs = 8;
+}  // namespace replayssm
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace replayssm {
+namespace HWY_NAMESPACE {
+namespace {
+namespace hn = hwy::HWY_NAMESPACE;
+#define REPLAYSSM_INLINE HWY_ATTR __attribute__((always_inline))
+
+using Tag = hn::ScalableTag<float>;
+using Vec = hn::Vec<Tag>;
+constexpr int64_t kLanes = hn::MaxLanes(Tag());
+
+// A tile's sums, the weights and one token's activations fit the registers.
+constexpr int kTileTokens = 3;
+#if HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = 4;
+#endif
+static_assert(kLinearTileOutputs % kTileRows == 0 && kLinearPassInputs % kLanes == 0);
+
+HWY_INLINE Vec widen(const float* from) {
+  return hn::LoadU(Tag(), from);
+}
+
+HWY_INLINE Vec widen(const Bf16* from) {
+  const hn::Rebind<uint32_t, Tag> words;
+  const auto halves = hn::LoadU(hn::Rebind<uint16_t, Tag>(), reinterpret_cast<const uint16_t*>(from));
+  return hn::BitCast(Tag(), hn::ShiftLeft<16>(hn::PromoteTo(words, halves)));
+}
+
+HWY_INLINE float widen_one(float value) {
+  return value;
+}
+HWY_INLINE float widen_one(Bf16 value) {
+  return to_float(value);
+}
+
+// The last elements of a row, fewer than a vector, followed by zeros.
+template <typename T>
+HWY_INLINE Vec widen_rest(const T* from, int64_t count) {
+  HWY_ALIGN float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = widen_one(from[i]);
+  return hn::Load(Tag(), lanes);
+}
+
+// Calls body(0), ..., body(count - 1) with constants: an array indexed by them alone stays in registers.
+template <typename Body, int... Index>
+HWY_INLINE void unrolled(std::integer_sequence<int, Index...>, const Body& body) {
+  (body(std::integral_constant<int, Index>()), ...);
+}
+template <int Count, typename Body>
+HWY_INLINE void unrolled(const Body& body) {
+  unrolled(std::make_integer_sequence<int, Count>(), body);
+}
+
+// Sums of `Rows` weight rows times `Tokens` tokens: lane l of a sum takes the inputs l, l + lanes, ... in that order.
+template <int Rows, int Tokens>
+struct Tile {
+  Vec sums[Rows * Tokens];
+
+  HWY_INLINE void clear() {
+    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE { sums[i] = hn::Zero(Tag()); });
+  }
+
+  HWY_INLINE void load(const float* from, int64_t row_stride) {
+    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
+      sums[i] = hn::Load(Tag(), from + i / Tokens * row_stride + i % Tokens * kLanes);
+    });
+  }
+
+  HWY_INLINE void save(float* to, int64_t row_stride) const {
+    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
+      hn::Store(sums[i], Tag(), to + i / Tokens * row_stride + i % Tokens * kLanes);
+    });
+  }
+
+  template <typename W>
+  HWY_INLINE void add(const W* w, int64_t w_stride, const float* x, int64_t x_stride, int64_t count) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      Vec activations[Tokens];
+      unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE { activations[t] = hn::LoadU(Tag(), x + t * x_stride + i); });
+      unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
+        const Vec weights = widen(w + r * w_stride + i);
+        // Keeps g++ from loading a weight again for every product: two loads a cycle are the limit.
+        asm volatile("" ::: "memory");
+        unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
+          sums[r * Tokens + t] = hn::MulAdd(weights, activations[t], sums[r * Tokens + t]);
+        });
+      });
+    }
+    if (i == count) return;
+    unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
+      const Vec weights = widen_rest(w + r * w_stride + i, count - i);
+      unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
+        sums[r * Tokens + t] = hn::MulAdd(weights, widen_rest(x + t * x_stride + i, count - i), sums[r * Tokens + t]);
+      });
+    });
+  }
+
+  HWY_INLINE void finish(const Linear& args, int64_t token, int64_t output) const {
+    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
+      const int64_t n = token + i % Tokens, o = output + i / Tokens;
+      const float sum = hn::GetLane(hn::SumOfLanes(Tag(), sums[i]));
+      args.y[n * args.y_stride + o] =
+          args.residual == nullptr ? sum : sum + args.residual[n * args.residual_stride + o];
+    });
+  }
+};
+
+// Calls body.template operator()<Tokens>(token) for tiles that cover the tokens.
+template <typename Body>
+HWY_INLINE void for_each_tile(int64_t token_begin, int64_t token_end, const Body& body) {
+  int64_t token = token_begin;
+  for (; token + kTileTokens <= token_end; token += kTileTokens)
+    body(std::integral_constant<int, kTileTokens>(), token);
+  if (token_end - token == 2) body(std::integral_constant<int, 2>(), token);
+  if (token_end - token == 1) body(std::integral_constant<int, 1>(), token);
+}
+
+// Few tokens: the weights are read once, straight from memory.
+template <int Rows, typename W>
+void multiply_directly(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output) {
+  for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
+    Tile<Rows, tokens()> tile;
+    tile.clear();
+    tile.add(weight + output * args.inputs, args.inputs, args.x + token * args.x_stride, args.x_stride, args.inputs);
+    tile.finish(args, token, output);
+  });
+}
+
+// Many tokens: in passes over the inputs, between which the sums rest in memory.
+template <int Rows, typename W>
+void multiply_in_passes(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output) {
+  HWY_ALIGN float widened[Rows * kLinearPassInputs];
+  HWY_ALIGN float sums[Rows * kLinearBlockTokens * kLanes];
+  constexpr int64_t kSumStride = kLinearBlockTokens * kLanes;
+  for (int64_t begin = 0; begin < args.inputs; begin += kLinearPassInputs) {
+    const int64_t count = std::min(kLinearPassInputs, args.inputs - begin);
+    const W* w = weight + output * args.inputs + begin;
+    for (int r = 0; r < Rows; ++r) {
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes)
+        hn::Store(widen(w + r * args.inputs + i), Tag(), widened + r * kLinearPassInputs + i);
+      if (i < count)
+        hn::Store(widen_rest(w + r * args.inputs + i, count - i), Tag(), widened + r * kLinearPassInputs + i);
+    }
+    for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
+      float* saved = sums + (token - token_begin) * kLanes;
+      Tile<Rows, tokens()> tile;
+      if (begin == 0)
+        tile.clear();
+      else
+        tile.load(saved, kSumStride);
+      tile.add(widened, kLinearPassInputs, args.x + token * args.x_stride + begin, args.x_stride, count);
+      if (begin + count < args.inputs)
+        tile.save(saved, kSumStride);
+      else
+        tile.finish(args, token, output);
+    });
+  }
+}
+
+template <int Rows, typename W>
+void multiply(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output) {
+  if (token_end - token_begin <= kLinearDirectTokens)
+    multiply_directly<Rows>(args, weight, token_begin, token_end, output);
+  else
+    multiply_in_passes<Rows>(args, weight, token_begin, token_end, output);
+}
+
+template <typename W>
+void multiply_outputs(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output_begin,
+                      int64_t output_end) {
+  int64_t output = output_begin;
+  for (; output + kTileRows <= output_end; output += kTileRows)
+    multiply<kTileRows>(args, weight, token_begin, token_end, output);
+  for (; output < output_end; ++output) multiply<1>(args, weight, token_begin, token_end, output);
+}
+
+}  // namespace
+
+// One call owns the outputs output_begin .. output_end-1 of the tokens token_begin .. token_end-1.
+void linear_kernel(const Linear& args, int64_t token_begin, int64_t token_end, int64_t output_begin,
+                   int64_t output_end) {
+  if (args.weight != nullptr)
+    multiply_outputs(args, args.weight, token_begin, token_end, output_begin, output_end);
+  else
+    multiply_outputs(args, args.weight_f32, token_begin, token_end, output_begin, output_end);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace replayssm
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace replayssm {
+HWY_EXPORT(linear_kernel);
+
+namespace {
+
+void check(const Linear& args) {
+  require(args.tokens >= 0 && args.inputs >= 0 && args.outputs >= 0,
+          "linear: expected sizes >= 0, got tokens {} inputs {} outputs {}", args.tokens, args.inputs, args.outputs);
+  require((args.weight != nullptr) != (args.weight_f32 != nullptr) || args.inputs == 0 || args.outputs == 0,
+          "linear: expected exactly one of weight and weight_f32");
+  if (args.tokens == 0 || args.outputs == 0) return;
+  require((args.x != nullptr || args.inputs == 0) && args.y != nullptr, "linear: x and y must not be null");
+  require(args.tokens == 1 || args.x_stride >= args.inputs, "linear: expected x_stride >= {}, got {}", args.inputs,
+          args.x_stride);
+  require(args.tokens == 1 || args.y_stride >= args.outputs, "linear: expected y_stride >= {}, got {}", args.outputs,
+          args.y_stride);
+  require(args.residual == nullptr || args.tokens == 1 || args.residual_stride >= args.outputs,
+          "linear: expected residual_stride >= {}, got {}", args.outputs, args.residual_stride);
+}
+
+}  // namespace
+
+void linear(const Linear& args, Device& device) {
+  check(args);
+  if (args.tokens == 0 || args.outputs == 0) return;
+  const int64_t input_bytes = std::max<int64_t>(args.inputs, 1) * static_cast<int64_t>(sizeof(float));
+  // Whole tiles of three tokens, so that only the last block has a narrower one.
+  const int64_t block_tokens = std::clamp<int64_t>(kLinearBlockBytes / input_bytes / 3 * 3, 9, kLinearBlockTokens);
+  const int64_t blocks = (args.tokens + block_tokens - 1) / block_tokens;
+  const int64_t groups = (args.outputs + kLinearTileOutputs - 1) / kLinearTileOutputs;
+  const int64_t products = std::max<int64_t>(1, std::min(args.tokens, block_tokens) * kLinearTileOutputs * args.inputs);
+  // Ranges of at least some 5 us, and a few a thread so that a slow one does not hold up the rest.
+  const int64_t grain = std::max<int64_t>({1, blocks * groups / (device.threads().size() * 6), 65536 / products});
+  const auto kernel = HWY_DYNAMIC_DISPATCH(linear_kernel);
+  device.threads().parallel_for(blocks * groups, grain, [&](int64_t begin, int64_t end, int) {
+    while (begin < end) {
+      const int64_t block = begin / groups;
+      const int64_t stop = std::min(end, (block + 1) * groups);
+      kernel(args, block * block_tokens, std::min(args.tokens, (block + 1) * block_tokens),
+             (begin - block * groups) * kLinearTileOutputs,
+             std::min(args.outputs, (stop - block * groups) * kLinearTileOutputs));
+      begin = stop;
+    }
+  });
+}
+
+}  // namespace replayssm
+#endif  // HWY_ONCE

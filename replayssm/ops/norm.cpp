@@ -1,0 +1,111 @@
+// Root-mean-square norms: a thread owns whole tokens.
+#include "replayssm/ops/norm.h"
+
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "replayssm/ops/norm.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+// clang-format on
+
+#include <algorithm>
+#include <cmath>
+
+#include "replayssm/core/error.h"
+#include "replayssm/ops/vectors-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace replayssm {
+namespace HWY_NAMESPACE {
+namespace {
+
+// 1 / sqrt(mean(x^2) + eps)
+HWY_INLINE Floats inverse_rms(const float* x, int64_t size, float eps) {
+  Floats squares = hn::Zero(FloatTag());
+  for_each_vector(size, [&](const auto& load, const auto&) HWY_ATTR {
+    const Floats value = load(x);
+    squares = hn::MulAdd(value, value, squares);
+  });
+  const float mean = hn::GetLane(hn::SumOfLanes(FloatTag(), squares)) / static_cast<float>(size);
+  return hn::Set(FloatTag(), 1.0f / std::sqrt(mean + eps));
+}
+
+}  // namespace
+
+// One call owns the tokens begin .. end-1.
+void rms_norm_kernel(const RmsNorm& args, int64_t begin, int64_t end) {
+  const Floats offset = hn::Set(FloatTag(), args.is_zero_centred ? 1.0f : 0.0f);
+  for (int64_t n = begin; n < end; ++n) {
+    for (int h = 0; h < args.heads; ++h) {
+      const float* x = args.x + n * args.x_stride + h * args.x_head_stride;
+      float* y = args.y + n * args.y_stride + h * args.y_head_stride;
+      const Floats factor = inverse_rms(x, args.size, args.eps);
+      for_each_vector(args.size, [&](const auto& load, const auto& store) HWY_ATTR {
+        store(hn::Mul(hn::Mul(load(x), factor), hn::Add(offset, load(args.weight))), y);
+      });
+    }
+  }
+}
+
+// One call owns the tokens begin .. end-1.
+void gated_rms_norm_kernel(const GatedRmsNorm& args, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end; ++n) {
+    for (int h = 0; h < args.heads; ++h) {
+      const float* x = args.x + n * args.x_stride + h * args.size;
+      const float* z = args.z + n * args.z_stride + h * args.size;
+      float* y = args.y + n * args.y_stride + h * args.size;
+      const Floats factor = inverse_rms(x, args.size, args.eps);
+      for_each_vector(args.size, [&](const auto& load, const auto& store) HWY_ATTR {
+        const Floats normal = hn::Mul(hn::Mul(load(x), factor), load(args.weight));
+        store(hn::Mul(normal, silu(load(z))), y);
+      });
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace replayssm
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace replayssm {
+HWY_EXPORT(rms_norm_kernel);
+HWY_EXPORT(gated_rms_norm_kernel);
+
+namespace {
+
+// Tokens of a range: at least some microseconds of work.
+int64_t norm_grain(int64_t token_elements) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, token_elements));
+}
+
+}  // namespace
+
+void rms_norm(const RmsNorm& args, Device& device) {
+  require(args.tokens >= 0 && args.heads >= 0 && args.size > 0,
+          "rms_norm: expected tokens and heads >= 0 and size > 0, got {}, {} and {}", args.tokens, args.heads,
+          args.size);
+  require(args.eps >= 0, "rms_norm: expected eps >= 0, got {}", args.eps);
+  if (args.tokens == 0 || args.heads == 0) return;
+  require(args.x != nullptr && args.weight != nullptr && args.y != nullptr,
+          "rms_norm: x, weight and y must not be null");
+  const auto kernel = HWY_DYNAMIC_DISPATCH(rms_norm_kernel);
+  device.threads().parallel_for(args.tokens, norm_grain(args.heads * args.size),
+                                [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
+}
+
+void gated_rms_norm(const GatedRmsNorm& args, Device& device) {
+  require(args.tokens >= 0 && args.heads >= 0 && args.size > 0,
+          "gated_rms_norm: expected tokens and heads >= 0 and size > 0, got {}, {} and {}", args.tokens, args.heads,
+          args.size);
+  require(args.eps >= 0, "gated_rms_norm: expected eps >= 0, got {}", args.eps);
+  if (args.tokens == 0 || args.heads == 0) return;
+  require(args.x != nullptr && args.z != nullptr && args.weight != nullptr && args.y != nullptr,
+          "gated_rms_norm: x, z, weight and y must not be null");
+  const auto kernel = HWY_DYNAMIC_DISPATCH(gated_rms_norm_kernel);
+  device.threads().parallel_for(args.tokens, norm_grain(args.heads * args.size),
+                                [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
+}
+
+}  // namespace replayssm
+#endif  // HWY_ONCE

@@ -1,0 +1,49 @@
+// Root-mean-square norms (FP32). Sources: Zhang and Sennrich, arXiv 1910.07467; the gated form of Gated DeltaNet,
+// arXiv 2412.06464.
+//
+//   rms_norm:        y = x / sqrt(mean(x^2) + eps) * s         s = w, or 1 + w where the weights are zero-centred
+//   gated_rms_norm:  y = x / sqrt(mean(x^2) + eps) * w * silu(z)          silu(z) = z / (1 + e^-z)
+//
+// over the last dimension of `size` elements. A vector's bits depend on nothing but the vector, its gate and the
+// weights.
+#pragma once
+
+#include <cstdint>
+
+#include "replayssm/core/device.h"
+
+namespace replayssm {
+
+// A token holds `heads` vectors; vector h of token n starts at n * x_stride + h * x_head_stride, and so for y. y may be
+// x (with the same strides), else they may not overlap. Throws Error for negative sizes, size 0, eps < 0 and null
+// pointers.
+struct RmsNorm {
+  int64_t tokens = 0;        // N
+  int heads = 1;             // vectors a token
+  int64_t size = 0;          // elements of a vector
+  const float* x = nullptr;  // [N, heads, size], x_stride, x_head_stride
+  int64_t x_stride = 0, x_head_stride = 0;
+  const float* weight = nullptr;  // [size]
+  bool is_zero_centred = false;
+  float eps = 1e-6f;
+  float* y = nullptr;  // [N, heads, size], y_stride, y_head_stride
+  int64_t y_stride = 0, y_head_stride = 0;
+};
+void rms_norm(const RmsNorm& args, Device& device);
+
+// As above; the vectors of a token are contiguous. y may be x.
+struct GatedRmsNorm {
+  int64_t tokens = 0;        // N
+  int heads = 0;             // H
+  int64_t size = 0;          // V
+  const float* x = nullptr;  // [N, H, V], x_stride
+  const float* z = nullptr;  // [N, H, V], z_stride
+  int64_t x_stride = 0, z_stride = 0;
+  const float* weight = nullptr;  // [V]
+  float eps = 1e-6f;
+  float* y = nullptr;  // [N, H, V], y_stride
+  int64_t y_stride = 0;
+};
+void gated_rms_norm(const GatedRmsNorm& args, Device& device);
+
+}  // namespace replayssm

@@ -1,0 +1,293 @@
+// A small hybrid model for the laws of the state pool: two delta layers with their convolutions and one layer of keys
+// and values, each fed by a table of token features. Its sequences are driven by scripts of windows and acceptances.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "replayssm/core/buffer.h"
+#include "replayssm/core/device.h"
+#include "replayssm/state/pool.h"
+#include "tests/arrays.h"
+
+namespace replayssm::test {
+
+inline StateLayout mini_layout(int window, int max_step_tokens) {
+  StateLayout layout;
+  layout.model = "mini";
+  layout.layers = {DeltaLayer{{.heads = 4, .key_heads = 2, .key_size = 16, .value_size = 8}, 2 * 2 * 16 + 4 * 8, 4},
+                   AttentionLayer{2, 4},
+                   DeltaLayer{{.heads = 3, .key_heads = 3, .key_size = 32, .value_size = 4}, 2 * 3 * 32 + 3 * 4, 3}};
+  layout.window = window;
+  layout.max_step_tokens = max_step_tokens;
+  layout.page_tokens = 8;
+  layout.context_tokens = 512;
+  return layout;
+}
+
+inline size_t layer_output_size(const StateLayer& layer) {
+  if (const auto* delta = std::get_if<DeltaLayer>(&layer)) return delta->shape.heads * delta->shape.value_size;
+  const auto& attention = std::get<AttentionLayer>(layer);
+  return attention.kv_heads * attention.head_size;
+}
+
+using Outputs = std::vector<std::vector<float>>;  // [rows] of [tokens * the output size]
+
+class MiniModel {
+ public:
+  static constexpr int kTokens = 32;         // the vocabulary
+  static constexpr int kNanToken = kTokens;  // one more, whose features are not numbers
+
+  explicit MiniModel(StateLayout layout, int threads = 1) : device_(threads), layout_(std::move(layout)) {
+    std::mt19937_64 random(7);
+    for (const StateLayer& layer : layout_.layers) {
+      Tables tables;
+      if (const auto* delta = std::get_if<DeltaLayer>(&layer)) {
+        tables.features = random_normal(random, kTokens * delta->conv_channels);
+        tables.gate = random_uniform(random, kTokens * delta->shape.heads, -0.5f, -0.01f);
+        tables.beta = random_uniform(random, kTokens * delta->shape.heads, 0.1f, 0.9f);
+        tables.weight = random_normal(random, delta->conv_width * delta->conv_channels, 0.5f);
+        add_nan(tables.features, delta->conv_channels);
+        add_nan(tables.gate, delta->shape.heads);
+        add_nan(tables.beta, delta->shape.heads);
+      } else {
+        const auto& attention = std::get<AttentionLayer>(layer);
+        const int width = attention.kv_heads * attention.head_size;
+        tables.features = random_normal(random, kTokens * 2 * width);
+        add_nan(tables.features, 2 * width);
+      }
+      tables_.push_back(std::move(tables));
+    }
+    workspace_ = Buffer<std::byte>(materialise_workspace_bytes(layout_, device_));
+    std::memset(workspace_.data(), 0xFF, workspace_.size());
+  }
+
+  const StateLayout& layout() const { return layout_; }
+  Device& device() { return device_; }
+  std::span<std::byte> workspace() { return {workspace_.data(), workspace_.size()}; }
+
+  DeltaReadout readout = DeltaReadout::kPulledBack;
+  int history_shift = 0;  // added to every cursor that the ops see: a fault to find
+
+  // Begins a step and runs it up to its outputs; commit is left to the caller.
+  Outputs run(StatePool& pool, StepKind kind, const std::vector<Handle>& rows,
+              const std::vector<std::vector<int>>& tokens) {
+    std::vector<int> counts;
+    std::vector<int> flat;
+    for (const std::vector<int>& row : tokens) {
+      counts.push_back(static_cast<int>(row.size()));
+      flat.insert(flat.end(), row.begin(), row.end());
+    }
+    const StepPlan& plan = pool.begin_step(kind, rows, counts);
+    shifted_.assign(plan.rows.history, plan.rows.history + plan.rows.count);
+    for (int32_t& history : shifted_) history = std::max(0, history + history_shift);
+    StateRows state_rows = plan.rows;
+    state_rows.history = shifted_.data();
+    Outputs outputs(rows.size());
+    for (size_t index = 0; index < layout_.layers.size(); ++index) {
+      const int layer = static_cast<int>(index);
+      const std::vector<float> out = std::holds_alternative<DeltaLayer>(layout_.layers[index])
+                                         ? run_delta(pool, layer, plan, state_rows, flat)
+                                         : run_attention(pool, layer, plan, flat);
+      const size_t width = flat.empty() ? 0 : out.size() / flat.size();
+      for (size_t row = 0; row < rows.size(); ++row) {
+        outputs[row].insert(outputs[row].end(), out.begin() + plan.token_begin[row] * width,
+                            out.begin() + plan.token_begin[row + 1] * width);
+      }
+    }
+    return outputs;
+  }
+
+ private:
+  struct Tables {
+    std::vector<float> features, gate, beta, weight;
+  };
+
+  static void add_nan(std::vector<float>& table, int width) { table.insert(table.end(), width, kPoison); }
+
+  static std::vector<float> gather(const std::vector<float>& table, const std::vector<int>& tokens, size_t width) {
+    std::vector<float> rows;
+    for (const int token : tokens)
+      rows.insert(rows.end(), table.begin() + token * width, table.begin() + (token + 1) * width);
+    return rows;
+  }
+
+  std::vector<float> run_delta(StatePool& pool, int index, const StepPlan& plan, const StateRows& rows,
+                               const std::vector<int>& tokens) {
+    const auto& layer = std::get<DeltaLayer>(layout_.layers[index]);
+    const DeltaShape& shape = layer.shape;
+    const int channels = layer.conv_channels, keys = shape.key_heads * shape.key_size;
+    const std::vector<float> x = gather(tables_[index].features, tokens, channels);
+    std::vector<float> mixed = poisoned(x.size()), out = poisoned(tokens.size() * shape.heads * shape.value_size);
+    conv1d({.state = pool.conv_state(index),
+            .rows = rows,
+            .token_begin = plan.token_begin,
+            .x = x.data(),
+            .x_stride = channels,
+            .weight = tables_[index].weight.data(),
+            .out = mixed.data()},
+           device_);
+    const std::vector<float> g = gather(tables_[index].gate, tokens, shape.heads);
+    const std::vector<float> beta = gather(tables_[index].beta, tokens, shape.heads);
+    const DeltaTokens inputs{.q = mixed.data(),
+                             .k = mixed.data() + keys,
+                             .v = mixed.data() + 2 * keys,
+                             .g = g.data(),
+                             .beta = beta.data(),
+                             .q_stride = channels,
+                             .k_stride = channels,
+                             .v_stride = channels};
+    const DeltaState state = pool.delta_state(index);
+    if (plan.kind == StepKind::kPrefill) {
+      delta_prefill({state, rows, plan.token_begin, inputs, out.data()}, device_, workspace());
+    } else if (plan.kind == StepKind::kConventional) {
+      delta_step({state, rows, inputs, out.data()}, device_, workspace());
+    } else {
+      delta_decode({state, rows, plan.tokens_per_row, inputs, readout, out.data()}, device_, workspace());
+    }
+    return out;
+  }
+
+  // A sum over all positions that weighs each by its key and its place, in the order of the positions.
+  std::vector<float> run_attention(StatePool& pool, int index, const StepPlan& plan, const std::vector<int>& tokens) {
+    const KvCache cache = pool.kv_cache(index);
+    const int size = cache.head_size, width = cache.kv_heads * size;
+    std::vector<float> out(tokens.size() * width, 0.0f);
+    for (int row = 0; row < plan.rows.count; ++row) {
+      if (plan.rows.slot[row] == kPaddingSlot) continue;
+      const int32_t* pages = plan.pages.page_table + row * plan.pages.table_stride;
+      const auto at = [&](int64_t position, int head) {
+        return ((int64_t{pages[position / cache.page_tokens]} * cache.kv_heads + head) * cache.page_tokens +
+                position % cache.page_tokens) *
+               size;
+      };
+      for (int n = plan.token_begin[row]; n < plan.token_begin[row + 1]; ++n) {
+        const float* feature = tables_[index].features.data() + tokens[n] * 2 * width;
+        for (int head = 0; head < cache.kv_heads; ++head) {
+          std::copy_n(feature + head * size, size, cache.k + at(plan.position[n], head));
+          std::copy_n(feature + width + head * size, size, cache.v + at(plan.position[n], head));
+          float* sum = out.data() + n * width + head * size;
+          for (int64_t s = 0; s <= plan.position[n]; ++s) {
+            const float weight = cache.k[at(s, head)] / static_cast<float>(1 + plan.position[n] - s);
+            for (int d = 0; d < size; ++d) sum[d] += weight * cache.v[at(s, head) + d];
+          }
+        }
+      }
+    }
+    return out;
+  }
+
+  Device device_;
+  StateLayout layout_;
+  std::vector<Tables> tables_;
+  Buffer<std::byte> workspace_;
+  std::vector<int32_t> shifted_;
+};
+
+// One sequence under test: its tokens are random, and what it put out for the tokens that stayed is kept.
+struct Lane {
+  Handle handle;
+  std::mt19937_64 random;
+  std::vector<float> outputs;
+  std::vector<std::pair<StepKind, std::vector<int>>> past;  // prefills as they were cut, all others token by token
+
+  std::vector<int> draw(int count) {
+    std::vector<int> tokens(count);
+    for (int& token : tokens) token = std::uniform_int_distribution<int>(0, MiniModel::kTokens - 1)(random);
+    return tokens;
+  }
+};
+
+// Runs one step of all lanes, `tokens` drawn ones each, of which accepted[lane] stay (of a replay step).
+inline void advance(MiniModel& model, StatePool& pool, const std::vector<Lane*>& lanes, StepKind kind, int tokens,
+                    std::vector<int> accepted = {}) {
+  std::vector<Handle> rows;
+  std::vector<std::vector<int>> drawn;
+  if (kind != StepKind::kReplay || accepted.empty()) accepted.assign(lanes.size(), tokens);
+  for (Lane* lane : lanes) {
+    rows.push_back(lane->handle);
+    drawn.push_back(lane->draw(tokens));
+  }
+  const Outputs outputs = model.run(pool, kind, rows, drawn);
+  pool.commit(accepted);
+  for (size_t row = 0; row < lanes.size(); ++row) {
+    Lane& lane = *lanes[row];
+    // A row's outputs are grouped by layer; the tokens that stay are picked out of each group.
+    size_t begin = 0;
+    for (const StateLayer& layer : model.layout().layers) {
+      const size_t width = layer_output_size(layer);
+      lane.outputs.insert(lane.outputs.end(), outputs[row].begin() + begin,
+                          outputs[row].begin() + begin + accepted[row] * width);
+      begin += tokens * width;
+    }
+    drawn[row].resize(accepted[row]);
+    if (kind == StepKind::kPrefill) {
+      lane.past.emplace_back(kind, drawn[row]);
+    } else {
+      for (const int token : drawn[row]) lane.past.emplace_back(StepKind::kConventional, std::vector<int>{token});
+    }
+  }
+}
+
+// Brings `handle`, a clean sequence, to where `past` leads by prefills and conventional steps.
+inline void relive(MiniModel& model, StatePool& pool, Handle handle,
+                   const std::vector<std::pair<StepKind, std::vector<int>>>& past) {
+  for (const auto& [kind, tokens] : past) {
+    model.run(pool, kind, {handle}, {tokens});
+    pool.commit();
+  }
+}
+
+// A copy of a slot's checkpoints, one array a delta layer.
+inline std::vector<std::vector<float>> checkpoints_of(StatePool& pool, Handle handle) {
+  std::vector<std::vector<float>> copies;
+  for (size_t index = 0; index < pool.layout().layers.size(); ++index) {
+    if (!std::holds_alternative<DeltaLayer>(pool.layout().layers[index])) continue;
+    const DeltaState state = pool.delta_state(static_cast<int>(index));
+    const int64_t count = int64_t{state.shape.heads} * state.shape.value_size * state.shape.key_size;
+    const float* begin = state.checkpoint + pool.ledger().checkpoint(handle) * count;
+    copies.emplace_back(begin, begin + count);
+  }
+  return copies;
+}
+
+// All of a pool's memory, to see what changed.
+inline std::vector<uint32_t> pool_bits(StatePool& pool) {
+  std::vector<uint32_t> bits;
+  const auto add = [&bits](const float* array, int64_t count) {
+    const size_t begin = bits.size();
+    bits.resize(begin + count);
+    std::memcpy(bits.data() + begin, array, count * sizeof(float));
+  };
+  for (size_t index = 0; index < pool.layout().layers.size(); ++index) {
+    const int layer = static_cast<int>(index);
+    if (std::holds_alternative<DeltaLayer>(pool.layout().layers[index])) {
+      const DeltaState s = pool.delta_state(layer);
+      const int64_t records = s.slots * s.capacity, G = s.shape.key_heads, H = s.shape.heads;
+      add(s.checkpoint, s.checkpoints * H * s.shape.value_size * s.shape.key_size);
+      add(s.ring_k, records * G * s.shape.key_size);
+      add(s.ring_k_scale, records * G);
+      add(s.ring_gram, records * G * s.capacity);
+      add(s.ring_v, records * H * s.shape.value_size);
+      add(s.ring_g, records * H * s.shape.gate_size);
+      add(s.ring_beta, records * H);
+      const Conv1dState conv = pool.conv_state(layer);
+      add(conv.window, conv.slots * conv.capacity * conv.channels);
+    } else {
+      const KvCache cache = pool.kv_cache(layer);
+      const int64_t count = cache.pages * cache.kv_heads * cache.page_tokens * cache.head_size;
+      add(cache.k, count);
+      add(cache.v, count);
+    }
+  }
+  return bits;
+}
+
+}  // namespace replayssm::test
