@@ -35,7 +35,8 @@ inline int attention_tile_tokens(int group) {
   return std::max(1, kAttentionTileQueries / group);
 }
 
-// Floats of one thread's scratch: for each query of a tile its sums [D], its scores [block], its maximum and its total.
+// FloatVector of one thread's scratch: for each query of a tile its sums [D], its scores [block], its maximum and its
+// total.
 inline int64_t attention_scratch_floats(int group, int64_t head_size) {
   const int64_t queries = static_cast<int64_t>(attention_tile_tokens(group)) * group;
   const int64_t padded = (head_size + kAttentionPadFloats - 1) / kAttentionPadFloats * kAttentionPadFloats;
@@ -51,22 +52,22 @@ namespace replayssm {
 namespace HWY_NAMESPACE {
 namespace {
 
-constexpr FloatTag kTag;
+constexpr Floats kTag;
 
 // The scores of `Queries` queries with `Keys` keys.
 template <int Queries, int Keys>
 HWY_INLINE void score(const float* const* q, const float* const* keys, int64_t size, float scale, float* const* scores,
                       int64_t at) {
-  Floats sums[Queries][Keys];
+  FloatVector sums[Queries][Keys];
   for (int i = 0; i < Queries; ++i)
     for (int j = 0; j < Keys; ++j) sums[i][j] = hn::Zero(kTag);
   for_each_vector(size, [&](const auto& load, const auto&) HWY_ATTR {
-    Floats key[Keys];
+    FloatVector key[Keys];
 #pragma GCC unroll 8
     for (int j = 0; j < Keys; ++j) key[j] = load(keys[j]);
 #pragma GCC unroll 8
     for (int i = 0; i < Queries; ++i) {
-      const Floats query = load(q[i]);
+      const FloatVector query = load(q[i]);
 #pragma GCC unroll 8
       for (int j = 0; j < Keys; ++j) sums[i][j] = hn::MulAdd(query, key[j], sums[i][j]);
     }
@@ -87,17 +88,17 @@ HWY_INLINE void score_block(const float* const* q, const float* const* keys, int
 HWY_INLINE float soften(float* scores, int count, float& maximum, float& total) {
   float largest = maximum;
   for (int j = 0; j < count; ++j) largest = scores[j] > largest ? scores[j] : largest;
-  const Floats peak = hn::Set(kTag, largest);
+  const FloatVector peak = hn::Set(kTag, largest);
   const float factor = hn::GetLane(exponential(hn::Sub(hn::Set(kTag, maximum), peak)));
-  Floats sums = hn::Zero(kTag);
+  FloatVector sums = hn::Zero(kTag);
   int64_t j = 0;
   for (; j + kFloatLanes <= count; j += kFloatLanes) {
-    const Floats weights = exponential(hn::Sub(hn::LoadU(kTag, scores + j), peak));
+    const FloatVector weights = exponential(hn::Sub(hn::LoadU(kTag, scores + j), peak));
     hn::StoreU(weights, kTag, scores + j);
     sums = hn::Add(sums, weights);
   }
   if (j < count) {
-    const Floats weights = exponential(hn::Sub(load_rest(scores + j, count - j), peak));
+    const FloatVector weights = exponential(hn::Sub(load_rest(scores + j, count - j), peak));
     store_rest(weights, scores + j, count - j);
     sums = hn::Add(sums, load_rest(scores + j, count - j));
   }
@@ -110,19 +111,19 @@ HWY_INLINE float soften(float* scores, int count, float& maximum, float& total) 
 template <int Queries, int Vectors>
 HWY_INLINE void add_values(const float* const* values, int count, const float* const* weights, const float* factors,
                            float* const* sums, int64_t at) {
-  Floats out[Queries][Vectors];
+  FloatVector out[Queries][Vectors];
 #pragma GCC unroll 8
   for (int i = 0; i < Queries; ++i)
 #pragma GCC unroll 8
     for (int d = 0; d < Vectors; ++d)
       out[i][d] = hn::Mul(hn::Set(kTag, factors[i]), hn::Load(kTag, sums[i] + at + d * kFloatLanes));
   for (int j = 0; j < count; ++j) {
-    Floats value[Vectors];
+    FloatVector value[Vectors];
 #pragma GCC unroll 8
     for (int d = 0; d < Vectors; ++d) value[d] = hn::LoadU(kTag, values[j] + at + d * kFloatLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < Queries; ++i) {
-      const Floats weight = hn::Set(kTag, weights[i][j]);
+      const FloatVector weight = hn::Set(kTag, weights[i][j]);
 #pragma GCC unroll 8
       for (int d = 0; d < Vectors; ++d) out[i][d] = hn::MulAdd(weight, value[d], out[i][d]);
     }
@@ -136,7 +137,7 @@ HWY_INLINE void add_values(const float* const* values, int count, const float* c
 // The last elements of a head whose size is no multiple of a vector.
 HWY_INLINE void add_values_rest(const float* const* values, int count, const float* weights, float factor, float* sums,
                                 int64_t at, int64_t rest) {
-  Floats out = hn::Mul(hn::Set(kTag, factor), hn::Load(kTag, sums + at));
+  FloatVector out = hn::Mul(hn::Set(kTag, factor), hn::Load(kTag, sums + at));
   for (int j = 0; j < count; ++j) out = hn::MulAdd(hn::Set(kTag, weights[j]), load_rest(values[j] + at, rest), out);
   hn::Store(out, kTag, sums + at);
 }
@@ -221,7 +222,7 @@ void attention_kernel(const Attention& args, const AttentionTile& tile, int kv_h
   for (int i = 0; i < queries; ++i) {
     float* out = args.out + (tile.first + i / group) * args.query_heads * size +
                  (static_cast<int64_t>(kv_head) * group + i % group) * size;
-    const Floats total = hn::Set(kTag, totals[i]);
+    const FloatVector total = hn::Set(kTag, totals[i]);
     for_each_vector(size, [&](const auto& load, const auto& store)
                               HWY_ATTR { store(hn::Div(load(sums + i * padded), total), out); });
   }

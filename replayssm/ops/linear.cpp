@@ -8,10 +8,13 @@
 #include <hwy/highway.h>
 // clang-format on
 
+#include <hwy/cache_control.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/vectors-inl.h"
 
 #ifndef REPLAYSSM_OPS_LINEAR_SIZES
 #define REPLAYSSM_OPS_LINEAR_SIZES
@@ -22,7 +25,7 @@ constexpr int64_t kLinearBlockBytes = 1 << 20;
 // Inputs of one pass over a block: the widened weights and the activations of a tile fit the first-level cache.
 constexpr int64_t kLinearPassInputs = 768;
 // Up to here weights are widened in registers; beyond, once a pass.
-constexpr int64_t kLinearDirectTokens = 6;
+constexpr int64_t kLinearDirectTokens = 12;
 // Outputs of a tile. The grid of the parallel loop, too, hence one number for every target.
 constexpr int64_t kLinearTileOutputs = 8;
 }  // namespace replayssm
@@ -83,60 +86,70 @@ HWY_INLINE void unrolled(const Body& body) {
   unrolled(std::make_integer_sequence<int, Count>(), body);
 }
 
-// Sums of `Rows` weight rows times `Tokens` tokens: lane l of a sum takes the inputs l, l + lanes, ... in that order.
+// The sums of a tile, `Rows` weight rows times `Tokens` tokens: lane l takes the inputs l, l + lanes, ... in that
+// order.
 template <int Rows, int Tokens>
-struct Tile {
-  Vec sums[Rows * Tokens];
+HWY_INLINE void clear(Vec (&sums)[Rows * Tokens]) {
+  unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE { sums[i] = hn::Zero(Tag()); });
+}
 
-  HWY_INLINE void clear() {
-    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE { sums[i] = hn::Zero(Tag()); });
-  }
+template <int Rows, int Tokens>
+HWY_INLINE void load(Vec (&sums)[Rows * Tokens], const float* from, int64_t row_stride) {
+  unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
+    sums[i] = hn::Load(Tag(), from + i / Tokens * row_stride + i % Tokens * kLanes);
+  });
+}
 
-  HWY_INLINE void load(const float* from, int64_t row_stride) {
-    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
-      sums[i] = hn::Load(Tag(), from + i / Tokens * row_stride + i % Tokens * kLanes);
-    });
-  }
+template <int Rows, int Tokens>
+HWY_INLINE void save(const Vec (&sums)[Rows * Tokens], float* to, int64_t row_stride) {
+  unrolled<Rows * Tokens>(
+      [&](auto i) REPLAYSSM_INLINE { hn::Store(sums[i], Tag(), to + i / Tokens * row_stride + i % Tokens * kLanes); });
+}
 
-  HWY_INLINE void save(float* to, int64_t row_stride) const {
-    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
-      hn::Store(sums[i], Tag(), to + i / Tokens * row_stride + i % Tokens * kLanes);
-    });
-  }
-
-  template <typename W>
-  HWY_INLINE void add(const W* w, int64_t w_stride, const float* x, int64_t x_stride, int64_t count) {
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      Vec activations[Tokens];
-      unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE { activations[t] = hn::LoadU(Tag(), x + t * x_stride + i); });
-      unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
-        const Vec weights = widen(w + r * w_stride + i);
-        // Keeps g++ from loading a weight again for every product: two loads a cycle are the limit.
-        asm volatile("" ::: "memory");
-        unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
-          sums[r * Tokens + t] = hn::MulAdd(weights, activations[t], sums[r * Tokens + t]);
-        });
-      });
-    }
-    if (i == count) return;
+template <int Rows, int Tokens, typename W>
+HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, const float* x, int64_t x_stride,
+                    int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Vec activations[Tokens];
+    unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE { activations[t] = hn::LoadU(Tag(), x + t * x_stride + i); });
     unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
-      const Vec weights = widen_rest(w + r * w_stride + i, count - i);
+      const Vec weights = widen(w + r * w_stride + i);
+      // Keeps g++ from loading a weight again for every product: two loads a cycle are the limit.
+      asm volatile("" ::: "memory");
       unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
-        sums[r * Tokens + t] = hn::MulAdd(weights, widen_rest(x + t * x_stride + i, count - i), sums[r * Tokens + t]);
+        sums[r * Tokens + t] = hn::MulAdd(weights, activations[t], sums[r * Tokens + t]);
       });
     });
   }
-
-  HWY_INLINE void finish(const Linear& args, int64_t token, int64_t output) const {
-    unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
-      const int64_t n = token + i % Tokens, o = output + i / Tokens;
-      const float sum = hn::GetLane(hn::SumOfLanes(Tag(), sums[i]));
-      args.y[n * args.y_stride + o] =
-          args.residual == nullptr ? sum : sum + args.residual[n * args.residual_stride + o];
+  if (i == count) return;
+  unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
+    const Vec weights = widen_rest(w + r * w_stride + i, count - i);
+    unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
+      sums[r * Tokens + t] = hn::MulAdd(weights, widen_rest(x + t * x_stride + i, count - i), sums[r * Tokens + t]);
     });
+  });
+}
+
+template <int Rows, int Tokens>
+HWY_INLINE void finish(const Vec (&sums)[Rows * Tokens], const Linear& args, int64_t token, int64_t output) {
+  constexpr int kFours = (Rows * Tokens + 3) / 4;
+  HWY_ALIGN float totals[kFours * 4];
+  unrolled<kFours>([&](auto i) REPLAYSSM_INLINE {
+    constexpr int kFirst = i * 4, kLast = Rows * Tokens - 1;
+    sum_lanes_of_4(sums[kFirst], sums[std::min(kFirst + 1, kLast)], sums[std::min(kFirst + 2, kLast)],
+                   sums[std::min(kFirst + 3, kLast)], totals + kFirst);
+  });
+  for (int t = 0; t < Tokens; ++t) {
+    float* y = args.y + (token + t) * args.y_stride + output;
+    if (args.residual == nullptr) {
+      for (int r = 0; r < Rows; ++r) y[r] = totals[r * Tokens + t];
+    } else {
+      const float* residual = args.residual + (token + t) * args.residual_stride + output;
+      for (int r = 0; r < Rows; ++r) y[r] = totals[r * Tokens + t] + residual[r];
+    }
   }
-};
+}
 
 // Calls body.template operator()<Tokens>(token) for tiles that cover the tokens.
 template <typename Body>
@@ -148,14 +161,52 @@ HWY_INLINE void for_each_tile(int64_t token_begin, int64_t token_end, const Body
   if (token_end - token == 1) body(std::integral_constant<int, 1>(), token);
 }
 
+// The weights that the next pass will widen: fetched tile by tile, since a core has too few buffers for all at once.
+template <typename W>
+struct Ahead {
+  static constexpr int64_t kLineElements = 64 / sizeof(W);
+
+  Ahead(const Linear& args, const W* weight, int64_t output, int64_t begin, int rows, int64_t tokens)
+      : stride(args.inputs) {
+    // After the last pass the next rows' first one; past the last row there is nothing to fetch.
+    const bool is_next_row = begin >= args.inputs;
+    const int64_t row = is_next_row ? output + rows : output;
+    const int64_t first = is_next_row ? 0 : begin;
+    if (row + rows > args.outputs) return;
+    from = weight + row * args.inputs + first;
+    row_lines = std::min(kLinearPassInputs, args.inputs - first) / kLineElements;
+    lines = row_lines * rows;
+    token_lines = (lines + tokens - 1) / tokens;
+  }
+
+  HWY_INLINE void fetch(int64_t token) const {
+    int64_t line = token * token_lines;
+    const int64_t end = std::min(lines, (token + kTileTokens) * token_lines);
+    if (line >= end) return;
+    const W* row = from + line / row_lines * stride;
+    int64_t column = line % row_lines;
+    for (; line < end; ++line) {
+      hwy::Prefetch(row + column * kLineElements);
+      if (++column < row_lines) continue;
+      column = 0;
+      row += stride;
+    }
+  }
+
+  int64_t stride;
+  const W* from = nullptr;
+  int64_t row_lines = 0, lines = 0, token_lines = 0;
+};
+
 // Few tokens: the weights are read once, straight from memory.
 template <int Rows, typename W>
 void multiply_directly(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output) {
   for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
-    Tile<Rows, tokens()> tile;
-    tile.clear();
-    tile.add(weight + output * args.inputs, args.inputs, args.x + token * args.x_stride, args.x_stride, args.inputs);
-    tile.finish(args, token, output);
+    Vec sums[Rows * tokens()];
+    clear<Rows, tokens()>(sums);
+    add<Rows, tokens()>(sums, weight + output * args.inputs, args.inputs, args.x + token * args.x_stride, args.x_stride,
+                        args.inputs);
+    finish<Rows, tokens()>(sums, args, token, output);
   });
 }
 
@@ -163,11 +214,12 @@ void multiply_directly(const Linear& args, const W* weight, int64_t token_begin,
 template <int Rows, typename W>
 void multiply_in_passes(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output) {
   HWY_ALIGN float widened[Rows * kLinearPassInputs];
-  HWY_ALIGN float sums[Rows * kLinearBlockTokens * kLanes];
-  constexpr int64_t kSumStride = kLinearBlockTokens * kLanes;
+  HWY_ALIGN float saved[Rows * kLinearBlockTokens * kLanes];
+  constexpr int64_t kSavedStride = kLinearBlockTokens * kLanes;
   for (int64_t begin = 0; begin < args.inputs; begin += kLinearPassInputs) {
     const int64_t count = std::min(kLinearPassInputs, args.inputs - begin);
     const W* w = weight + output * args.inputs + begin;
+    const Ahead<W> ahead(args, weight, output, begin + count, Rows, token_end - token_begin);
     for (int r = 0; r < Rows; ++r) {
       int64_t i = 0;
       for (; i + kLanes <= count; i += kLanes)
@@ -176,17 +228,19 @@ void multiply_in_passes(const Linear& args, const W* weight, int64_t token_begin
         hn::Store(widen_rest(w + r * args.inputs + i, count - i), Tag(), widened + r * kLinearPassInputs + i);
     }
     for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
-      float* saved = sums + (token - token_begin) * kLanes;
-      Tile<Rows, tokens()> tile;
+      float* tile = saved + (token - token_begin) * kLanes;
+      ahead.fetch(token - token_begin);
+      Vec sums[Rows * tokens()];
       if (begin == 0)
-        tile.clear();
+        clear<Rows, tokens()>(sums);
       else
-        tile.load(saved, kSumStride);
-      tile.add(widened, kLinearPassInputs, args.x + token * args.x_stride + begin, args.x_stride, count);
+        load<Rows, tokens()>(sums, tile, kSavedStride);
+      add<Rows, tokens()>(sums, widened, kLinearPassInputs, args.x + token * args.x_stride + begin, args.x_stride,
+                          count);
       if (begin + count < args.inputs)
-        tile.save(saved, kSumStride);
+        save<Rows, tokens()>(sums, tile, kSavedStride);
       else
-        tile.finish(args, token, output);
+        finish<Rows, tokens()>(sums, args, token, output);
     });
   }
 }
