@@ -1,0 +1,110 @@
+// The tiny models of tests/fixtures/models, ready to run, and scripts that drive them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "replayssm/core/safetensors.h"
+#include "replayssm/model/qwen.h"
+#include "tests/arrays.h"
+
+namespace replayssm::test {
+
+inline std::string fixture_directory(const std::string& name) {
+  return std::string(REPLAYSSM_SOURCE_DIR) + "/tests/fixtures/models/" + name;
+}
+
+// A text and the logits that transformers gives for each of its tokens.
+struct ExpectedLogits {
+  explicit ExpectedLogits(const std::string& name) {
+    const SafetensorsFile file(fixture_directory(name) + "/expected.safetensors");
+    const Tensor& tokens = *file.find("tokens");
+    token.resize(static_cast<size_t>(tokens.elements()));
+    std::memcpy(token.data(), tokens.bytes.data(), tokens.bytes.size());
+    const Tensor& values = *file.find("logits");
+    logits.resize(static_cast<size_t>(values.elements()));
+    read_floats(values, logits);
+    vocabulary = values.shape[1];
+  }
+  std::span<const float> rows(int64_t begin, int64_t end) const {
+    return std::span(logits).subspan(begin * vocabulary, (end - begin) * vocabulary);
+  }
+
+  int64_t vocabulary = 0;
+  std::vector<int32_t> token;
+  std::vector<float> logits;  // [tokens, vocabulary]
+};
+
+// Weights of a model directory; many rigs may share them.
+struct QwenFixture {
+  explicit QwenFixture(const std::string& directory)
+      : config(read_config(directory)), weights(load_qwen_weights(Checkpoint(directory), config)) {}
+  ModelConfig config;
+  QwenWeights weights;
+};
+
+enum class Decoder { kConventional, kPulledBack, kExact };
+
+struct RigOptions {
+  int threads = 1;
+  int window = 8;
+  int max_step_tokens = 4;
+  int max_tokens = 96;
+  int slots = 6;
+};
+
+// A model with a pool of its own, whose memory was NaN before.
+class QwenRig {
+ public:
+  explicit QwenRig(const QwenFixture& fixture, const RigOptions& options = {})
+      : device_(options.threads),
+        layout_(qwen_state_layout(fixture.config, fixture.weights, options.window, options.max_step_tokens, 16)),
+        pool(layout_, pool_size(layout_, options.slots, 2048), {.max_rows = options.slots, .is_poisoned = true}),
+        model(fixture.config, fixture.weights, layout_, options.max_tokens, device_) {}
+
+  // Runs and commits a step; the logits of all its tokens, [N, vocabulary].
+  std::vector<float> step(StepKind kind, const std::vector<Handle>& rows, const std::vector<int>& counts,
+                          const std::vector<int32_t>& token, DeltaReadout readout = DeltaReadout::kPulledBack,
+                          const std::vector<int>& accepted = {}) {
+    const StepPlan& plan = pool.begin_step(kind, rows, counts);
+    std::vector<int32_t> wanted(token.size());
+    for (size_t n = 0; n < wanted.size(); ++n) wanted[n] = static_cast<int32_t>(n);
+    std::vector<float> logits = poisoned(token.size() * model.config().vocabulary);
+    model.forward(
+        {.plan = &plan, .token = token.data(), .readout = readout, .logit_token = wanted, .logits = logits.data()},
+        pool);
+    flushes += plan.flushes;
+    if (accepted.empty())
+      pool.commit();
+    else
+      pool.commit(accepted);
+    return logits;
+  }
+
+  std::vector<float> prefill(Handle row, std::span<const int32_t> token) {
+    return step(StepKind::kPrefill, {row}, {static_cast<int>(token.size())}, {token.begin(), token.end()});
+  }
+
+  // One window of the same length in every row.
+  std::vector<float> decode(Decoder decoder, const std::vector<Handle>& rows, const std::vector<int32_t>& token,
+                            const std::vector<int>& accepted = {}) {
+    const std::vector<int> counts(rows.size(), static_cast<int>(token.size() / rows.size()));
+    return step(decoder == Decoder::kConventional ? StepKind::kConventional : StepKind::kReplay, rows, counts, token,
+                decoder == Decoder::kExact ? DeltaReadout::kExact : DeltaReadout::kPulledBack, accepted);
+  }
+
+ private:
+  Device device_;
+  StateLayout layout_;
+
+ public:
+  StatePool pool;
+  Qwen model;
+  int flushes = 0;
+};
+
+}  // namespace replayssm::test

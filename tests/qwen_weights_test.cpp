@@ -1,0 +1,172 @@
+// Loading a model's weights: wrapped names, shards, dtypes, tensors that are not needed, refusals that name the tensor.
+#include "replayssm/model/qwen_weights.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tests/bad_input.h"
+#include "tests/qwen_rig.h"
+
+namespace replayssm {
+namespace {
+
+using namespace replayssm::test;
+using nlohmann::json;
+
+// A model directory in memory, to be changed and written out.
+struct Model {
+  explicit Model(const std::string& name) : file(fixture_directory(name) + "/model.safetensors") {
+    std::ifstream stream(fixture_directory(name) + "/config.json");
+    config = json::parse(stream);
+    for (const Tensor& tensor : file.tensors()) tensors[tensor.name] = tensor;
+  }
+
+  Tensor& add(const std::string& name, Dtype dtype, std::vector<int64_t> shape) {
+    Tensor tensor{.name = name, .dtype = dtype, .shape = std::move(shape), .bytes = {}};
+    owned.emplace_back(static_cast<size_t>(tensor.elements()) * dtype_bits(dtype) / 8, std::byte{0});
+    tensor.bytes = owned.back();
+    return tensors[name] = tensor;
+  }
+
+  void write_file(const TemporaryDirectory& directory, const std::string& name,
+                  const std::function<bool(const std::string&)>& is_wanted) const {
+    std::vector<Tensor> some;
+    for (const auto& [key, tensor] : tensors)
+      if (is_wanted(key)) some.push_back(tensor);
+    write_safetensors(directory.path(name), some);
+  }
+
+  void write(const TemporaryDirectory& directory) const {
+    directory.write("config.json", config.dump());
+    write_file(directory, "model.safetensors", [](const std::string&) { return true; });
+  }
+
+  SafetensorsFile file;
+  json config;
+  std::map<std::string, Tensor> tensors;
+  std::deque<std::vector<std::byte>> owned;
+};
+
+std::vector<float> logits_of(const std::string& directory) {
+  const QwenFixture fixture(directory);
+  QwenRig rig(fixture);
+  std::vector<int32_t> token;
+  for (int n = 0; n < 40; ++n) token.push_back(n * 37 % 187);
+  return rig.prefill(rig.pool.allocate(100), token);
+}
+
+TEST(QwenWeights, WrappingMtpAndImagesChangeNothing) {
+  for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny"}) {
+    Model model(name);
+    std::map<std::string, Tensor> renamed;
+    for (auto& [key, tensor] : model.tensors) {
+      std::string other = key;
+      if (key.starts_with("model.")) other = "model.language_model." + key.substr(6);
+      tensor.name = other;
+      renamed[other] = tensor;
+    }
+    model.tensors = renamed;
+    model.add("model.visual.patch_embed.proj.weight", Dtype::kBF16, {3, 5});
+    model.add("mtp.fc.weight", Dtype::kBF16, {56, 112});
+    model.add("mtp.layers.0.self_attn.q_proj.weight", Dtype::kI64, {1});
+    if (std::string(name) == "qwen3_5-tiny") {
+      json text = model.config;
+      model.config = {{"model_type", "qwen3_5"},
+                      {"text_config", text},
+                      {"vision_config", {{"depth", 2}}},
+                      {"tie_word_embeddings", text["tie_word_embeddings"]}};
+    }
+    const TemporaryDirectory directory;
+    model.write(directory);
+    EXPECT_TRUE(same_bits(logits_of(directory.path()), logits_of(fixture_directory(name)))) << name;
+  }
+}
+
+TEST(QwenWeights, ShardsGiveTheSameBits) {
+  const Model model("qwen3_next-tiny");
+  const TemporaryDirectory directory;
+  directory.write("config.json", model.config.dump());
+  json map;
+  const auto is_first = [](const std::string& name) { return name.find("layers.1") == std::string::npos; };
+  for (const auto& [name, tensor] : model.tensors)
+    map[name] = is_first(name) ? "model-00001-of-00002.safetensors" : "model-00002-of-00002.safetensors";
+  model.write_file(directory, "model-00001-of-00002.safetensors", is_first);
+  model.write_file(directory, "model-00002-of-00002.safetensors", std::not_fn(is_first));
+  directory.write("model.safetensors.index.json", json{{"metadata", json::object()}, {"weight_map", map}}.dump());
+  EXPECT_TRUE(same_bits(logits_of(directory.path()), logits_of(fixture_directory("qwen3_next-tiny"))));
+}
+
+// Widened weights are the same numbers, in a whole model and where a matrix mixes dtypes.
+TEST(QwenWeights, Fp32WeightsGiveTheSameBits) {
+  for (const std::string& part : {std::string(), std::string("in_proj_b"), std::string("A_log"), std::string("norm")}) {
+    Model model("qwen3_5-tiny");
+    for (auto& [name, tensor] : model.tensors) {
+      if (name.find(part) == std::string::npos) continue;
+      model.owned.emplace_back(static_cast<size_t>(tensor.elements()) * sizeof(float));
+      read_floats(tensor,
+                  {reinterpret_cast<float*>(model.owned.back().data()), static_cast<size_t>(tensor.elements())});
+      tensor.dtype = Dtype::kF32;
+      tensor.bytes = model.owned.back();
+    }
+    const TemporaryDirectory directory;
+    model.write(directory);
+    EXPECT_TRUE(same_bits(logits_of(directory.path()), logits_of(fixture_directory("qwen3_5-tiny")))) << part;
+  }
+}
+
+TEST(QwenWeights, TheFingerprintSeesEveryTensor) {
+  const QwenFixture original(fixture_directory("qwen3_5-tiny"));
+  EXPECT_EQ(original.weights.fingerprint.size(), 16u);
+  EXPECT_EQ(QwenFixture(fixture_directory("qwen3_5-tiny")).weights.fingerprint, original.weights.fingerprint);
+  const Model source("qwen3_5-tiny");
+  for (const auto& [name, tensor] : source.tensors) {
+    Model model("qwen3_5-tiny");
+    Tensor& changed = model.tensors[name];
+    model.owned.emplace_back(changed.bytes.begin(), changed.bytes.end());
+    model.owned.back().back() ^= std::byte{1};
+    changed.bytes = model.owned.back();
+    const TemporaryDirectory directory;
+    model.write(directory);
+    EXPECT_NE(QwenFixture(directory.path()).weights.fingerprint, original.weights.fingerprint) << name;
+  }
+}
+
+TEST(QwenWeights, RefusalsNameTheTensor) {
+  const auto refused = [](const char* name, const std::function<void(Model&)>& change, const auto&... parts) {
+    Model model(name);
+    change(model);
+    const TemporaryDirectory directory;
+    model.write(directory);
+    expect_refusal([&] { QwenFixture fixture(directory.path()); }, parts...);
+  };
+  // Every tensor, missing or of one row more.
+  for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny"}) {
+    const Model source(name);
+    for (const auto& [key, tensor] : source.tensors) {
+      const std::string missing = key;
+      refused(
+          name, [&](Model& model) { model.tensors.erase(missing); }, missing);
+      std::vector<int64_t> longer = tensor.shape;
+      ++longer[0];
+      refused(
+          name, [&](Model& model) { model.add(missing, Dtype::kBF16, longer); }, missing, shape_text(tensor.shape),
+          shape_text(longer));
+    }
+  }
+  const std::string gate = "model.layers.2.mlp.gate_proj.weight";
+  refused(
+      "qwen3_5-tiny",
+      [&](Model& model) {
+        model.add(gate, Dtype::kI32, {100, 56});
+      },
+      gate, "BF16", "I32");
+}
+
+}  // namespace
+}  // namespace replayssm
