@@ -20,6 +20,8 @@ namespace replayssm {
 namespace {
 
 constexpr int64_t kDefaultNewTokens = 128;
+constexpr int kMaxBatch = 4096;
+constexpr size_t kMaxPromptBytes = size_t{64} << 20;
 
 struct GenerateFlags {
   std::string model;
@@ -41,14 +43,24 @@ std::string read_prompt(const std::string& path) {
   require(file != nullptr, "prompt file {}: {}", path, std::strerror(errno));
   std::string text;
   char piece[1 << 16];
-  while (const size_t count = std::fread(piece, 1, sizeof(piece), file.get())) text.append(piece, count);
+  while (const size_t count = std::fread(piece, 1, sizeof(piece), file.get())) {
+    text.append(piece, count);
+    require(text.size() <= kMaxPromptBytes, "prompt file {}: expected at most {} bytes, got more", path,
+            kMaxPromptBytes);
+  }
   require(!std::ferror(file.get()), "prompt file {}: {}", path, std::strerror(errno));
   return text;
 }
 
-std::vector<GenerationRequest> requests_of(const GenerateFlags& flags, const Model& model) {
+std::vector<std::string> read_prompts(const GenerateFlags& flags) {
   std::vector<std::string> prompts = flags.prompts;
   for (const std::string& path : flags.prompt_files) prompts.push_back(read_prompt(path));
+  require(!prompts.empty(), "generate: expected a prompt, --prompt TEXT or --prompt-file FILE");
+  return prompts;
+}
+
+std::vector<GenerationRequest> requests_of(const GenerateFlags& flags, const std::vector<std::string>& prompts,
+                                           const Model& model) {
   std::vector<GenerationRequest> requests;
   for (const std::string& prompt : prompts) {
     GenerationRequest request;
@@ -135,19 +147,23 @@ void print_statistics(const GenerationCounts& counts, const GenerateFlags& flags
   fmt::print(stderr, "\n");
 }
 
-void run_generate(const GenerateFlags& flags, int& status) {
-  const GenerationOptions options{.decoder = parse_decoder(flags.decoder), .window = flags.window};
-  require(flags.prompts.size() + flags.prompt_files.size() > 0,
-          "generate: expected a prompt, --prompt TEXT or --prompt-file FILE");
+void check_flags(const GenerateFlags& flags) {
+  require(flags.new_tokens.value_or(0) >= 0, "--new-tokens: expected 0 or more, got {}", flags.new_tokens.value_or(0));
+  require(flags.batch >= 1 && flags.batch <= kMaxBatch, "--batch: expected 1 to {}, got {}", kMaxBatch, flags.batch);
   require(flags.window >= 1, "--window: expected 1 or more, got {}", flags.window);
-  require(flags.batch >= 1, "--batch: expected 1 or more, got {}", flags.batch);
   check_settings(flags.sampling);
+}
+
+void run_generate(const GenerateFlags& flags, int& status) {
+  check_flags(flags);
+  const GenerationOptions options{.decoder = parse_decoder(flags.decoder), .window = flags.window};
+  const std::vector<std::string> prompts = read_prompts(flags);
   Device device(flags.threads);
   const Model model = [&] {
     const Progress progress("loading " + flags.model);
     return load_model(flags.model);
   }();
-  const std::vector<GenerationRequest> requests = requests_of(flags, model);
+  const std::vector<GenerationRequest> requests = requests_of(flags, prompts, model);
   Generation generation(model, device, requests, options);
   catch_interrupts();
   {

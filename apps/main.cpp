@@ -20,12 +20,13 @@ int main(int argc, char** argv) {
   int status = 0;
   CLI::App command("Decodes hybrid state-space language models with ReplaySSM.", "replayssm");
   command.set_version_flag("--version", "replayssm " REPLAYSSM_VERSION);
-  command.require_subcommand(1);
+  command.require_subcommand(0, 1);
   replayssm::add_demo(command, status);
   replayssm::add_generate(command, status);
   replayssm::add_info(command);
   try {
     command.parse(argc, argv);
+    if (command.get_subcommands().empty()) return refuse("expected a subcommand; replayssm --help lists them");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return command.exit(error);
     return refuse(error.what());
