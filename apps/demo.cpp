@@ -15,14 +15,15 @@ namespace {
 
 constexpr const char* kPrompts[] = {
     "The scheduler of the Linux kernel",
-    "To install the package, run",
-    "A dictionary is an object that",
-    "NAME\n       printf - ",
-    "A regular expression is",
-    "Freedom is",
-    "Sail, n. ",
+    "If you want to",
     "The return value of the function is",
+    "Anarchists argue that",
+    "Bread \\Bread\\, n.",
+    "When the device is",
+    "Returns the",
+    "In general, the kernel",
 };
+constexpr float kRepetitionPenalty = 1.1f;
 
 struct DemoFlags {
   std::string model;
@@ -34,17 +35,17 @@ struct DemoFlags {
 std::string completions(const Model& model, const DecoderRun& run) {
   std::string text;
   for (size_t i = 0; i < run.tokens.size(); ++i)
-    text += fmt::format("[{}] {} ->{}\n\n", i + 1, kPrompts[i], model.tokenizer.decode(run.tokens[i]));
+    text += fmt::format("[{}] {} |{}\n\n", i + 1, kPrompts[i], model.tokenizer.decode(run.tokens[i]));
   return text;
 }
 
 std::string table(const std::vector<DecoderRun>& runs) {
-  std::string text = fmt::format("{:<13}{:>10}{:>18}{:>21}{:>9}{:>18}\n", "decode", "tokens/s", "read B/token",
+  std::string text = fmt::format("{:<14}{:>10}{:>14}{:>17}{:>9}{:>20}\n", "decode", "tokens/s", "read B/token",
                                  "written B/token", "flushes", "largest logit diff");
   for (const DecoderRun& run : runs) {
     const GenerationCounts& counts = run.counts;
     const double tokens = static_cast<double>(counts.decoded_tokens);
-    text += fmt::format("{:<13}{:>10.0f}{:>18.0f}{:>21.0f}{:>9}{:>18.3g}\n", decoder_name(run.decoder),
+    text += fmt::format("{:<14}{:>10.0f}{:>14.0f}{:>17.0f}{:>9}{:>20.2g}\n", decoder_name(run.decoder),
                         static_cast<double>(counts.sampled_tokens) / counts.decode_seconds,
                         static_cast<double>(counts.traffic.read_bytes) / tokens,
                         static_cast<double>(counts.traffic.written_bytes) / tokens, counts.flushes,
@@ -64,6 +65,7 @@ void run_demo(const DemoFlags& flags, int& status) {
     GenerationRequest& request = requests.emplace_back();
     request.prompt = model.tokenizer.encode(prompt);
     request.max_new_tokens = flags.new_tokens;
+    request.sampling.repetition_penalty = kRepetitionPenalty;
   }
   catch_interrupts();
   const std::vector<DecoderRun> runs = compare_decoders(model, device, requests, flags.window, is_interrupted);
@@ -73,8 +75,8 @@ void run_demo(const DemoFlags& flags, int& status) {
   }
   const DecoderRun& replay = runs[1];
   std::string text = completions(model, runs[0]);
-  text += fmt::format("{} sequences of {} new tokens, window {}, {} threads, {}\n\n", requests.size(), flags.new_tokens,
-                      flags.window, device.threads().size(), simd_target());
+  text += fmt::format("{} sequences in one batch, {} new tokens each, greedy; window {}, {} threads, {}\n\n",
+                      requests.size(), flags.new_tokens, flags.window, device.threads().size(), simd_target());
   text += table(runs);
   text += fmt::format("\nidentical: {}\n", replay.is_identical ? "yes" : "no");
   if (!write_out(text)) return;
