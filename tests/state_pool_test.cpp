@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "replayssm/core/error.h"
+#include "tests/allocation.h"
 #include "tests/arrays.h"
 #include "tests/mini_model.h"
 #include "tests/tolerance.h"
@@ -351,6 +352,24 @@ TEST(StatePool, OffsetsPastTwoToThe31AreReached) {
   }
   EXPECT_TRUE(same_bits(lane.outputs, alone.outputs));
   EXPECT_EQ(checkpoints_of(*large, lane.handle), checkpoints_of(small, alone.handle));
+}
+
+TEST(StatePool, AStepAllocatesNothing) {
+  MiniModel model(mini_layout(kWindow, kMaxStep));
+  StatePool pool(model.layout(), slots(model.layout(), 3), {.max_rows = 4});
+  const Handle parent = pool.allocate(512), other = pool.allocate(512);
+  const std::vector<Handle> rows = {parent, pool.fork(parent, 512), kPaddingRow, other};
+  const std::vector<int> longest(4, kMaxStep), one(4, 1), none(4, 0), prompt(4, kMaxStep);
+  const test::AllocationLimit limit(0);
+  for (int step = 0; step < 40; ++step) {
+    pool.begin_step(StepKind::kReplay, rows, longest);
+    pool.commit(step % 3 == 0 ? none : one);
+    pool.begin_step(StepKind::kConventional, rows, one);
+    pool.commit();
+    pool.begin_step(StepKind::kPrefill, rows, prompt);
+    pool.commit();
+  }
+  EXPECT_EQ(limit.used_bytes(), 0u);
 }
 
 // Corrupts one kind of state after a common past and returns the largest error of a layer's next output.
