@@ -92,7 +92,7 @@ class DeltaBench {
 
   void spread_cursors() {
     for (size_t slot = 0; slot < slot_.size(); ++slot)
-      history_[slot] = static_cast<int32_t>((slot * 7 + slot / batch_) % cycle_ + 1) * tokens_;
+      history_[slot] = static_cast<int32_t>(slot % cycle_ + 1) * tokens_;
   }
   void clear_history() { std::ranges::fill(history_, 0); }
 

@@ -12,39 +12,28 @@
 #include <cstddef>
 #include <cstring>
 
-#include <hwy/contrib/math/math-inl.h>
-
 #include "replayssm/core/error.h"
+#include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace replayssm {
 namespace HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
 
-// out[c] for channels begin .. end-1 (a multiple of the lanes) of one token; inputs[i] is the input W-1-i tokens ago,
-// null before the first token.
-template <class D>
-HWY_INLINE void conv1d_token(D d, const Conv1d& args, const float* const* inputs, int begin, int end, float* out) {
-  const int channels = args.state.channels;
-  for (int c = begin; c < end; c += static_cast<int>(hn::Lanes(d))) {
-    auto sum = args.bias == nullptr ? hn::Zero(d) : hn::LoadU(d, args.bias + c);
+// out[c] for channels begin .. end-1 of one token; inputs[i] is the input W-1-i tokens ago, null before the first
+// token.
+HWY_INLINE void conv1d_token(const Conv1d& args, const float* const* inputs, int begin, int end, float* out) {
+  for_each_vector(end - begin, [&](const auto& load, const auto& store) HWY_ATTR {
+    Floats sum = args.bias == nullptr ? hn::Zero(FloatTag()) : load(args.bias + begin);
     for (int i = 0; i < args.state.width; ++i)
       if (inputs[i] != nullptr)
-        sum = hn::MulAdd(hn::LoadU(d, args.weight + static_cast<ptrdiff_t>(i) * channels + c),
-                         hn::LoadU(d, inputs[i] + c), sum);
-    if (args.use_silu) {
-      // e^88 is still finite, and far beyond it the quotient is 0 either way.
-      const auto exponent = hn::Min(hn::Neg(sum), hn::Set(d, 88.0f));
-      sum = hn::Div(sum, hn::Add(hn::Set(d, 1.0f), hn::Exp(d, exponent)));
-    }
-    hn::StoreU(sum, d, out + c);
-  }
+        sum = hn::MulAdd(load(args.weight + static_cast<ptrdiff_t>(i) * args.state.channels + begin),
+                         load(inputs[i] + begin), sum);
+    store(args.use_silu ? silu(sum) : sum, out + begin);
+  });
 }
 
 // Channels begin .. end-1 of one row. Outputs of the whole row come first: they read the old window.
 void conv1d_kernel(const Conv1d& args, int row, int begin, int end) {
-  const hn::ScalableTag<float> d;
-  const hn::CappedTag<float, 1> one;
   const Conv1dState& state = args.state;
   const ptrdiff_t channels = state.channels;
   const int first = args.token_begin[row], count = args.token_begin[row + 1] - first;
@@ -56,7 +45,6 @@ void conv1d_kernel(const Conv1d& args, int row, int begin, int end) {
   }
   const int64_t position = args.rows.base[row] + args.rows.history[row];
   float* window = state.window + slot * (state.capacity * channels);
-  const int whole = begin + (end - begin) / static_cast<int>(hn::Lanes(d)) * static_cast<int>(hn::Lanes(d));
   for (int t = 0; t < count; ++t) {
     const float* inputs[8];
     for (int i = 0; i < state.width; ++i) {
@@ -65,8 +53,7 @@ void conv1d_kernel(const Conv1d& args, int row, int begin, int end) {
                   : position + source >= 0 ? window + (position + source) % state.capacity * channels
                                            : nullptr;
     }
-    conv1d_token(d, args, inputs, begin, whole, out + t * channels);
-    conv1d_token(one, args, inputs, whole, end, out + t * channels);
+    conv1d_token(args, inputs, begin, end, out + t * channels);
   }
   for (int t = std::max(0, count - state.capacity); t < count; ++t)
     std::memcpy(window + (position + t) % state.capacity * channels + begin,

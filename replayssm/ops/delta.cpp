@@ -40,14 +40,14 @@ HWY_INLINE void weighted_sum_columns(D d, const float* start, const float* const
 
 HWY_INLINE void weighted_sum(const float* start, const float* const* rows, const float* weights, int count, int size,
                              float* out) {
-  const Floats d;
+  const FloatTag d;
   const hn::CappedTag<float, 4> narrow;
   const int lanes = static_cast<int>(hn::Lanes(d));
   int column = 0;
   for (; column + 8 * lanes <= size; column += 8 * lanes)
-    weighted_sum_columns<Floats, 8>(d, start, rows, weights, count, column, out);
+    weighted_sum_columns<FloatTag, 8>(d, start, rows, weights, count, column, out);
   for (; column + lanes <= size; column += lanes)
-    weighted_sum_columns<Floats, 1>(d, start, rows, weights, count, column, out);
+    weighted_sum_columns<FloatTag, 1>(d, start, rows, weights, count, column, out);
   for (; column < size; column += static_cast<int>(hn::Lanes(narrow)))
     weighted_sum_columns<hn::CappedTag<float, 4>, 1>(narrow, start, rows, weights, count, column, out);
 }
@@ -55,22 +55,22 @@ HWY_INLINE void weighted_sum(const float* start, const float* const* rows, const
 // products_a[j] <- rows[j] . a and products_b[j] <- rows[j] . b. Room up to a multiple of 4 of `count`.
 HWY_INLINE void products_with_2(const float* const* rows, int count, const float* a, const float* b, int size,
                                 float* products_a, float* products_b) {
-  const Floats d;
+  const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   for (int j = 0; j < count; j += 4) {
     const float* x[4];
-    FloatVector sums_a[4], sums_b[4];
+    Floats sums_a[4], sums_b[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       x[i] = rows[std::min(j + i, count - 1)];
       sums_a[i] = sums_b[i] = hn::Zero(d);
     }
     for (int c = 0; c < size; c += lanes) {
-      const FloatVector in_a = hn::LoadU(d, a + c);
-      const FloatVector in_b = hn::LoadU(d, b + c);
+      const Floats in_a = hn::LoadU(d, a + c);
+      const Floats in_b = hn::LoadU(d, b + c);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        const FloatVector value = hn::LoadU(d, x[i] + c);
+        const Floats value = hn::LoadU(d, x[i] + c);
         sums_a[i] = hn::MulAdd(value, in_a, sums_a[i]);
         sums_b[i] = hn::MulAdd(value, in_b, sums_b[i]);
       }
@@ -80,51 +80,46 @@ HWY_INLINE void products_with_2(const float* const* rows, int count, const float
   }
 }
 
-// out[t][row + r] += scales[t] (S u[t])[row + r] for kRows rows and kQueries queries.
-template <int kRows, int kQueries>
+// out[t][row + r] += scales[t] (S u[t])[row + r] for four rows and kQueries queries. Row after row: the hardware
+// recognises one ascending stream of memory, not several at once.
+template <int kQueries>
 HWY_INLINE void read_rows(const float* state, int row, int key_size, const float* const* u, const float* scales,
                           float* const* out) {
-  const Floats d;
+  const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const float* from = state + static_cast<ptrdiff_t>(row) * key_size;
-  FloatVector sums[kQueries][kRows];
+  Floats sums[kQueries][4];
 #pragma GCC unroll 4
-  for (int t = 0; t < kQueries; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) sums[t][r] = hn::Zero(d);
-  for (int c = 0; c < key_size; c += lanes) {
-    FloatVector query[kQueries];
+  for (int r = 0; r < 4; ++r) {
 #pragma GCC unroll 4
-    for (int t = 0; t < kQueries; ++t) query[t] = hn::LoadU(d, u[t] + c);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+    for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::Zero(d);
+    for (int c = 0; c < key_size; c += lanes) {
       hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
-      const FloatVector value = hn::LoadU(d, from + r * key_size + c);
+      const Floats value = hn::LoadU(d, from + r * key_size + c);
 #pragma GCC unroll 4
-      for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::MulAdd(value, query[t], sums[t][r]);
+      for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::MulAdd(value, hn::LoadU(d, u[t] + c), sums[t][r]);
     }
   }
 #pragma GCC unroll 4
   for (int t = 0; t < kQueries; ++t) {
-    float products[kRows];
-#pragma GCC unroll 2
-    for (int r = 0; r < kRows; r += 4)
-      sum_lanes_of_4(sums[t][r], sums[t][r + 1], sums[t][r + 2], sums[t][r + 3], products + r);
-    for (int r = 0; r < kRows; ++r) out[t][row + r] += scales[t] * products[r];
+    float products[4];
+    sum_lanes_of_4(sums[t][0], sums[t][1], sums[t][2], sums[t][3], products);
+    for (int r = 0; r < 4; ++r) out[t][row + r] += scales[t] * products[r];
   }
 }
 
 // read_rows for all rows of a head and all queries of a window.
 HWY_INLINE void read_head(const float* state, int key_size, int value_size, int queries, const float* const* u,
                           const float* scales, float* const* out) {
-  int row = 0;
-  for (; row + kRowBlock <= value_size; row += kRowBlock) {
+  for (int row = 0; row < value_size; row += 4) {
     int t = 0;
-    for (; t + 2 <= queries; t += 2) read_rows<kRowBlock, 2>(state, row, key_size, u + t, scales + t, out + t);
-    for (; t < queries; ++t) read_rows<kRowBlock, 1>(state, row, key_size, u + t, scales + t, out + t);
+    for (; t + 4 <= queries; t += 4) read_rows<4>(state, row, key_size, u + t, scales + t, out + t);
+    if (t + 2 <= queries) {
+      read_rows<2>(state, row, key_size, u + t, scales + t, out + t);
+      t += 2;
+    }
+    if (t < queries) read_rows<1>(state, row, key_size, u + t, scales + t, out + t);
   }
-  for (; row < value_size; row += 4)
-    for (int t = 0; t < queries; ++t) read_rows<4, 1>(state, row, key_size, u + t, scales + t, out + t);
 }
 
 // What a thread needs for one key head of one row. The ring's C records fit every array "of records".
@@ -137,7 +132,7 @@ struct DeltaScratch {
   float* weights;         // [C] in logical order (padded)
   float* products_q;      // [C, C + 3]: products_q[t][j] = q_t . k_j
   float* products_k;      // [C + 3]
-  float* state_rows;      // [kRowBlock, K]
+  float* state_rows;      // [kBlocksInTurn * kRowBlock, K]
   float* scales;          // [C]
   const float** rows;     // [C]
   const float** queries;  // [C]
@@ -156,7 +151,7 @@ DeltaScratch take_scratch(Carver& memory, const DeltaShape& shape, int capacity)
   scratch.weights = memory.take<float>(padded);
   scratch.products_q = memory.take<float>(static_cast<size_t>(capacity) * padded);
   scratch.products_k = memory.take<float>(padded);
-  scratch.state_rows = memory.take<float>(static_cast<size_t>(kRowBlock) * shape.key_size);
+  scratch.state_rows = memory.take<float>(static_cast<size_t>(kBlocksInTurn) * kRowBlock * shape.key_size);
   scratch.scales = memory.take<float>(padded);
   scratch.rows = memory.take<const float*>(capacity);
   scratch.queries = memory.take<const float*>(capacity);
@@ -319,54 +314,68 @@ void zero_outputs(const DeltaShape& shape, const DeltaWindow& window, float* out
                 static_cast<size_t>(ratio) * shape.value_size, 0.0f);
 }
 
-// One key head of one row of a conventional step.
-void delta_step_kernel(const DeltaStep& args, int row, int key_head, std::span<std::byte> workspace, int thread) {
-  const DeltaWindow window = window_of(args.state, args.rows, args.tokens, row, row, 1, key_head);
-  float* out = args.out + static_cast<ptrdiff_t>(row) * args.state.shape.heads * args.state.shape.value_size;
-  if (window.slot == kPaddingSlot) return zero_outputs(args.state.shape, window, out);
-  const DeltaScratch scratch = thread_scratch(workspace, args.state.shape, args.state.capacity, thread);
-  run_recurrence(args.state, window, window.history + 1, out, scratch);
+// A kernel below does the units begin .. end-1; unit number row * G + key head is one key head of one row.
+
+void delta_step_kernel(const DeltaStep& args, int64_t begin, int64_t end, std::span<std::byte> workspace, int thread) {
+  const DeltaShape& shape = args.state.shape;
+  const DeltaScratch scratch = thread_scratch(workspace, shape, args.state.capacity, thread);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int row = static_cast<int>(unit / shape.key_heads);
+    const DeltaWindow window =
+        window_of(args.state, args.rows, args.tokens, row, row, 1, static_cast<int>(unit % shape.key_heads));
+    float* out = args.out + static_cast<ptrdiff_t>(row) * shape.heads * shape.value_size;
+    if (window.slot == kPaddingSlot) {
+      zero_outputs(shape, window, out);
+      continue;
+    }
+    run_recurrence(args.state, window, window.history + 1, out, scratch);
+  }
 }
 
-// One key head of one row of a ReplaySSM step.
-void delta_decode_kernel(const DeltaDecode& args, int row, int key_head, std::span<std::byte> workspace, int thread) {
+void delta_decode_kernel(const DeltaDecode& args, int64_t begin, int64_t end, std::span<std::byte> workspace,
+                         int thread) {
+  const DeltaShape& shape = args.state.shape;
   const int T = args.tokens_per_row;
-  const DeltaWindow window =
-      window_of(args.state, args.rows, args.tokens, row, static_cast<int64_t>(row) * T, T, key_head);
-  float* out = args.out + static_cast<ptrdiff_t>(row) * T * args.state.shape.heads * args.state.shape.value_size;
-  if (window.slot == kPaddingSlot) return zero_outputs(args.state.shape, window, out);
-  const DeltaScratch scratch = thread_scratch(workspace, args.state.shape, args.state.capacity, thread);
-  const bool flushes = window.history + T > args.state.window;
-  if (flushes || args.readout == DeltaReadout::kExact) {
-    run_recurrence(args.state, window, flushes ? window.history : 0, out, scratch);
-    DeltaWindow kept = window;  // a flush moves the older records out of view
-    if (flushes) {
-      kept.start = ring_position(window, window.history, args.state.capacity);
-      kept.history = 0;
+  const DeltaScratch scratch = thread_scratch(workspace, shape, args.state.capacity, thread);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int row = static_cast<int>(unit / shape.key_heads);
+    DeltaWindow window = window_of(args.state, args.rows, args.tokens, row, static_cast<int64_t>(row) * T, T,
+                                   static_cast<int>(unit % shape.key_heads));
+    float* out = args.out + static_cast<ptrdiff_t>(row) * T * shape.heads * shape.value_size;
+    if (window.slot == kPaddingSlot) {
+      zero_outputs(shape, window, out);
+      continue;
     }
-    append_records(args.state, kept, scratch);
-  } else {
+    const bool flushes = window.history + T > args.state.window;
+    const bool is_recurrent = flushes || args.readout == DeltaReadout::kExact;
+    if (is_recurrent) run_recurrence(args.state, window, flushes ? window.history : 0, out, scratch);
+    if (flushes) {  // the older records leave the view
+      window.start = ring_position(window, window.history, args.state.capacity);
+      window.history = 0;
+    }
     append_records(args.state, window, scratch);
-    read_pulled_back(args.state, window, out, scratch);
+    if (!is_recurrent) read_pulled_back(args.state, window, out, scratch);
   }
 }
 
 const DeltaTokens kNoTokens;
 
-// One key head of one row: the history folded into another checkpoint.
-void delta_materialise_kernel(const DeltaMaterialise& args, int row, int key_head, std::span<std::byte> workspace,
+void delta_materialise_kernel(const DeltaMaterialise& args, int64_t begin, int64_t end, std::span<std::byte> workspace,
                               int thread) {
   const DeltaShape& shape = args.state.shape;
-  const DeltaWindow window = window_of(args.state, args.rows, kNoTokens, row, 0, 0, key_head);
-  if (window.slot == kPaddingSlot) return;
-  if (window.history > 0) {
-    const DeltaScratch scratch = thread_scratch(workspace, shape, args.state.capacity, thread);
-    run_recurrence(args.state, window, window.history, nullptr, scratch);
-  } else if (window.checkpoint_in != window.checkpoint_out) {
-    const int ratio = shape.heads / shape.key_heads;
-    std::memcpy(checkpoint_of(args.state, window.checkpoint_out, key_head * ratio),
-                checkpoint_of(args.state, window.checkpoint_in, key_head * ratio),
-                sizeof(float) * ratio * shape.value_size * shape.key_size);
+  const DeltaScratch scratch = thread_scratch(workspace, shape, args.state.capacity, thread);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const DeltaWindow window = window_of(args.state, args.rows, kNoTokens, static_cast<int>(unit / shape.key_heads), 0,
+                                         0, static_cast<int>(unit % shape.key_heads));
+    if (window.slot == kPaddingSlot) continue;
+    if (window.history > 0) {
+      run_recurrence(args.state, window, window.history, nullptr, scratch);
+    } else if (window.checkpoint_in != window.checkpoint_out) {
+      const int ratio = shape.heads / shape.key_heads;
+      std::memcpy(checkpoint_of(args.state, window.checkpoint_out, window.key_head * ratio),
+                  checkpoint_of(args.state, window.checkpoint_in, window.key_head * ratio),
+                  sizeof(float) * ratio * shape.value_size * shape.key_size);
+    }
   }
 }
 
@@ -402,32 +411,31 @@ size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& devi
          device.threads().size();
 }
 
-// Calls kernel(row, key head, thread) for each row and key head.
+// Calls kernel(begin, end, thread) for ranges of units: neighbours in memory where they can be, many for each thread, so
+// that rows that flush even out.
 template <typename Kernel>
 void for_each_key_head(const StateRows& rows, const DeltaShape& shape, Device& device, const Kernel& kernel) {
-  device.threads().parallel_for(
-      static_cast<int64_t>(rows.count) * shape.key_heads, 4, [&](int64_t begin, int64_t end, int thread) {
-        for (int64_t unit = begin; unit < end; ++unit)
-          kernel(static_cast<int>(unit / shape.key_heads), static_cast<int>(unit % shape.key_heads), thread);
-      });
+  const int64_t units = static_cast<int64_t>(rows.count) * shape.key_heads;
+  const int64_t ranges = int64_t{16} * device.threads().size();
+  device.threads().parallel_for(units, (units + ranges - 1) / ranges, kernel);
 }
 
 void delta_step_cpu(const DeltaStep& args, Device& device, std::span<std::byte> workspace) {
   const auto kernel = HWY_DYNAMIC_DISPATCH(delta_step_kernel);
   for_each_key_head(args.rows, args.state.shape, device,
-                    [&](int row, int key_head, int thread) { kernel(args, row, key_head, workspace, thread); });
+                    [&](int64_t begin, int64_t end, int thread) { kernel(args, begin, end, workspace, thread); });
 }
 
 void delta_decode_cpu(const DeltaDecode& args, Device& device, std::span<std::byte> workspace) {
   const auto kernel = HWY_DYNAMIC_DISPATCH(delta_decode_kernel);
   for_each_key_head(args.rows, args.state.shape, device,
-                    [&](int row, int key_head, int thread) { kernel(args, row, key_head, workspace, thread); });
+                    [&](int64_t begin, int64_t end, int thread) { kernel(args, begin, end, workspace, thread); });
 }
 
 void delta_materialise_cpu(const DeltaMaterialise& args, Device& device, std::span<std::byte> workspace) {
   const auto kernel = HWY_DYNAMIC_DISPATCH(delta_materialise_kernel);
   for_each_key_head(args.rows, args.state.shape, device,
-                    [&](int row, int key_head, int thread) { kernel(args, row, key_head, workspace, thread); });
+                    [&](int64_t begin, int64_t end, int thread) { kernel(args, begin, end, workspace, thread); });
 }
 
 void delta_gates_cpu(const DeltaGates& args, Device& device) {

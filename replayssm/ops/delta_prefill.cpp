@@ -49,12 +49,12 @@ struct Product {
 
 template <int kRows, int kVectors>
 HWY_INLINE void product_tile(const Product& product, int row, int column, int depth) {
-  const Floats d;
+  const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const float* a = product.a + row * product.a_row;
   const float* b = product.b + column;
   float* c = product.c + row * product.c_row + column;
-  FloatVector sums[kRows][kVectors];
+  Floats sums[kRows][kVectors];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -63,12 +63,12 @@ HWY_INLINE void product_tile(const Product& product, int row, int column, int de
                                             : hn::Mul(hn::Set(d, product.start[(row + r) * product.start_step]),
                                                       hn::LoadU(d, c + r * product.c_row + n * lanes));
   for (int i = 0; i < depth; ++i) {
-    FloatVector values[kVectors];
+    Floats values[kVectors];
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) values[n] = hn::LoadU(d, b + i * product.b_row + n * lanes);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
-      const FloatVector factor = hn::Set(d, a[r * product.a_row + i * product.a_column]);
+      const Floats factor = hn::Set(d, a[r * product.a_row + i * product.a_column]);
 #pragma GCC unroll 4
       for (int n = 0; n < kVectors; ++n) sums[r][n] = hn::MulAdd(factor, values[n], sums[r][n]);
     }
@@ -99,7 +99,7 @@ HWY_INLINE void product_rows(const Product& product, int rows, int row, int colu
 
 // Rows `begin` .. `end`-1 of a product over `depth` and columns 0 .. columns-1 (a multiple of the lanes).
 HWY_INLINE void multiply(const Product& product, int begin, int end, int columns, int depth) {
-  const int lanes = static_cast<int>(hn::Lanes(Floats()));
+  const int lanes = static_cast<int>(hn::Lanes(FloatTag()));
   int column = 0;
   for (; column + kTileVectors * lanes <= columns; column += kTileVectors * lanes)
     for (int row = begin; row < end; row += kTileRows)
@@ -113,7 +113,7 @@ HWY_INLINE void multiply(const Product& product, int begin, int end, int columns
 // finished in ascending order, so b and c may be one matrix. Nothing above the triangle is multiplied, not even by
 // zero: a later token, finite or not, must not reach an earlier one.
 HWY_INLINE void multiply_triangle(const Product& product, int rows, int columns, int diagonal) {
-  const Floats d;
+  const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   for (int begin = 0; begin < rows; begin += kTileRows) {
     const int end = std::min(begin + kTileRows, rows);
@@ -121,7 +121,7 @@ HWY_INLINE void multiply_triangle(const Product& product, int rows, int columns,
     for (int i = begin; i < end; ++i)
       for (int c = 0; c < columns; c += lanes) {
         float* target = product.c + i * product.c_row + c;
-        FloatVector sum = hn::LoadU(d, target);
+        Floats sum = hn::LoadU(d, target);
         for (int j = begin; j < i + diagonal; ++j)
           sum = hn::MulAdd(hn::Set(d, product.a[i * product.a_row + j]),
                            hn::LoadU(d, product.b + j * product.b_row + c), sum);
@@ -215,7 +215,7 @@ HWY_INLINE void prepare_chunk(const DeltaWindow& window, const PrefillScratch& s
 
 // The decays of a chunk for one value head and the two triangular matrices that they weigh.
 HWY_INLINE void prepare_head(const DeltaWindow& window, int head, const PrefillScratch& scratch) {
-  const Floats d;
+  const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const int count = window.tokens;
   float sum = 0;
@@ -228,16 +228,16 @@ HWY_INLINE void prepare_head(const DeltaWindow& window, int head, const PrefillS
   exp_in_place(scratch.decays, kChunk);
   exp_in_place(scratch.remaining, kChunk);
   for (int i = 0; i < count; ++i) {
-    const FloatVector own_sum = hn::Set(d, scratch.sums[i]);
-    const FloatVector minus_beta = hn::Set(d, -window.beta(i, head));
+    const Floats own_sum = hn::Set(d, scratch.sums[i]);
+    const Floats minus_beta = hn::Set(d, -window.beta(i, head));
     float* solve = scratch.solve + static_cast<ptrdiff_t>(i) * kChunk;
     float* mix = scratch.mix + static_cast<ptrdiff_t>(i) * kChunk;
     const float* keys = scratch.products + static_cast<ptrdiff_t>(i) * kChunk;
     const float* queries = scratch.products + static_cast<ptrdiff_t>(count + i) * kChunk;
     for (int j = 0; j <= i; j += lanes) {
       // Later tokens get no positive exponent; their entries are cleared below.
-      const FloatVector exponent = hn::Min(hn::Sub(own_sum, hn::LoadU(d, scratch.sums + j)), hn::Zero(d));
-      const FloatVector decay = hn::Exp(d, exponent);
+      const Floats exponent = hn::Min(hn::Sub(own_sum, hn::LoadU(d, scratch.sums + j)), hn::Zero(d));
+      const Floats decay = hn::Exp(d, exponent);
       hn::StoreU(hn::Mul(hn::Mul(minus_beta, decay), hn::LoadU(d, keys + j)), d, solve + j);
       hn::StoreU(hn::Mul(decay, hn::LoadU(d, queries + j)), d, mix + j);
     }
