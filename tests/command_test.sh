@@ -1,24 +1,142 @@
 #!/usr/bin/env bash
-# The command line: command_test.sh PROGRAM. Bad input ends with status 2 and one line on standard error.
+# The command line: command_test.sh PROGRAM MODEL. Bad input ends with status 2 and one line on standard error.
 set -u
-program=$1
+program=$(readlink -f "$1") model=$(readlink -f "$2")
 bad=0
+files=$(mktemp -d)
+trap 'rm -rf "$files"' EXIT
 
 fault() {
-  echo "$*"
+  echo "FAULT $*"
   bad=1
 }
 
 # expect_error PATTERN ARGS...: status 2, nothing on standard output, one line that matches the pattern.
 expect_error() {
-  local pattern=$1 out err status
+  local pattern=$1 status
   shift
-  err=$({ out=$("$program" "$@" </dev/null); status=$?; printf '%s' "$out" >&3; exit $status; } 2>&1 3>/dev/null)
+  timeout 60 "$program" "$@" </dev/null >"$files/out" 2>"$files/err"
   status=$?
   [ $status -eq 2 ] || fault "$*: status $status, expected 2"
-  [ "$(printf '%s\n' "$err" | wc -l)" -eq 1 ] || fault "$*: more than one line: $err"
-  printf '%s\n' "$err" | grep -qE "$pattern" || fault "$*: expected a message like '$pattern', got '$err'"
+  [ ! -s "$files/out" ] || fault "$*: wrote to standard output"
+  [ "$(wc -l <"$files/err")" -eq 1 ] || fault "$*: expected one line, got: $(cat "$files/err")"
+  grep -qE "^replayssm: .*$pattern" "$files/err" || fault "$*: expected a message like '$pattern', got: $(cat "$files/err")"
 }
 
+# expect_output TEXT ARGS...: status 0 and this text, and a statistics line on standard error.
+expect_output() {
+  local text=$1
+  shift
+  timeout 60 "$program" "$@" </dev/null >"$files/out" 2>"$files/err" || fault "$*: status $?"
+  printf '%s' "$text" | cmp -s - "$files/out" || fault "$*: expected '$text', got '$(cat "$files/out")'"
+  grep -qE '^replayssm: [0-9]+ tokens in ' "$files/err" || fault "$*: no statistics: $(cat "$files/err")"
+}
+
+# A copy of the model in which one file is another.
+broken_model() {  # NAME FILE SED-EXPRESSION
+  mkdir -p "$files/$1"
+  ln -sf "$model"/* "$files/$1/"
+  rm "$files/$1/$2"
+  LC_ALL=C sed "$3" "$model/$2" >"$files/$1/$2"
+  ! cmp -s "$model/$2" "$files/$1/$2" || fault "broken_model $1: nothing was changed"
+  echo "$files/$1"
+}
+
+# Flags.
 "$program" --version | grep -qE '^replayssm [0-9]+\.[0-9]+\.[0-9]+$' || fault "--version"
+for command in "" demo generate info; do
+  # shellcheck disable=SC2086
+  "$program" $command --help >"$files/out" || fault "$command --help"
+  grep -q -- --help "$files/out" || fault "$command --help is not help"
+done
+expect_error "subcommand"
+expect_error "not expected: frob" frob
+expect_error "not expected: --frob" --frob
+expect_error "MODEL" generate
+expect_error "MODEL" info
+expect_error "not expected: --frob" generate "$model" -p x --frob
+expect_error "prompt" generate "$model"
+expect_error "window.*got 0" generate "$model" -p x --window 0
+expect_error "window.*got 0" generate "$model" -p x --window 0 --decode conventional
+expect_error "window.*1000000" generate "$model" -p x --window 1000000
+expect_error "conventional, replay or exact.*'fast'" generate "$model" -p x --decode fast
+expect_error "new-tokens.*-1" generate "$model" -p x -n -1
+expect_error "new-tokens.*many" generate "$model" -p x -n many
+expect_error "batch.*got 0" generate "$model" -p x --batch 0
+expect_error "batch.*2000000000" generate "$model" -p x --batch 2000000000
+expect_error "threads.*-1" generate "$model" -p x --threads -1
+expect_error "temperature.*-1" generate "$model" -p x --temperature -1
+expect_error "top_p.*2" generate "$model" -p x --top-p 2
+expect_error "longest step.*4.*5" info "$model" --window 4 --step-tokens 5
+
+# Prompts.
+expect_error "$files/nothing: No such file" generate "$model" --prompt-file "$files/nothing"
+expect_error "$files: Is a directory" generate "$model" --prompt-file "$files"
+expect_error "at least one token" generate "$model" -p ""
+expect_error "context of [0-9]+ tokens" generate "$model" -p x -n 1000000
+yes "many words" | head -c 200000 >"$files/long"
+expect_error "context of [0-9]+ tokens" generate "$model" --prompt-file "$files/long"
+expect_error "at most [0-9]+ bytes" generate "$model" --prompt-file /dev/zero
+
+# Models.
+expect_error "$files/nothing/config.json" generate "$files/nothing" -p x
+expect_error "$files/nothing/config.json" info "$files/nothing"
+expect_error "$files/nothing/config.json" demo "$files/nothing"
+expect_error "model_type.*mystery" info "$(broken_model architecture config.json 's/"model_type": "[^"]*"/"model_type": "mystery"/')"
+expect_error 'hidden_size.*"wide"' info "$(broken_model field config.json 's/"hidden_size": [0-9]*/"hidden_size": "wide"/')"
+expect_error "embed_tokens.*expected.*got" info "$(broken_model shape config.json 's/"hidden_size": [0-9]*/"hidden_size": 128/')"
+expect_error "expected .*BF16.* got .*I16" info "$(broken_model dtype model.safetensors 's/"BF16"/"I16" /')"
+expect_error "tokenizer.json.*merges" info "$(broken_model tokenizer tokenizer.json 's/"merges"/"verges"/')"
+expect_error "tokenizer.json" info "$(broken_model syntax tokenizer.json '1s/{/[/')"
+truncated=$(broken_model truncated config.json 's/$/ /')
+rm "$truncated/model.safetensors"
+expect_error "model.safetensors" info "$truncated"
+for bytes in 0 5 1000 5000000; do
+  head -c $bytes "$model/model.safetensors" >"$truncated/model.safetensors"
+  expect_error "$truncated/model.safetensors" info "$truncated"
+done
+
+# What comes out.
+"$program" info "$model" >"$files/out" || fault "info"
+for name in parameters layers checkpoint ring convolution "keys and values"; do
+  grep -q "$name" "$files/out" || fault "info: no $name"
+done
+printf 'a\xff\xfe\xe2\x82 b\xf0\x9f\x98\x80\r\n\x00\xc3' >"$files/bytes"
+"$program" generate "$model" --prompt-file "$files/bytes" -n 0 --echo 2>/dev/null | head -c -1 |
+  cmp -s - "$files/bytes" || fault "a prompt of any bytes does not come back"
+"$program" generate "$model" --prompt-file - -n 0 --echo <"$files/bytes" 2>/dev/null | head -c -1 |
+  cmp -s - "$files/bytes" || fault "a prompt from standard input does not come back"
+drawn=(generate "$model" -p "The state of" -n 40 --temperature 1 --top-k 40 --seed 7)
+text=$("$program" "${drawn[@]}" --decode conventional 2>/dev/null; echo .)
+text=${text%.}
+expect_output "$text" "${drawn[@]}" --decode conventional --threads 1
+expect_output "$text" "${drawn[@]}" --decode exact --window 5
+expect_output "$text" "${drawn[@]}" --decode exact --window 16 --threads 3
+"$program" "${drawn[@]}" --decode conventional -p "Another" --batch 2 2>/dev/null >"$files/out"
+[ "$(grep -c '^=== [1-4] ===$' "$files/out")" -eq 4 ] || fault "--batch: expected four headings"
+awk '/^=== /{p = ($2 == 1); next} p' "$files/out" | cmp -s - <(printf '%s' "$text") ||
+  fault "a sequence of a batch is not what it is alone"
+[ "$("$program" "${drawn[@]}" --seed 8 --decode conventional 2>/dev/null)" != "${text%$'\n'}" ] || fault "--seed has no effect"
+
+# Ends.
+"$program" generate "$model" -p x -n 1000 --temperature 1 --threads 1 2>"$files/err" | head -c 1 >/dev/null
+case ${PIPESTATUS[0]} in 0 | 141) ;; *) fault "a closed pipe: status ${PIPESTATUS[0]}" ;; esac
+[ ! -s "$files/err" ] || fault "a closed pipe: $(cat "$files/err")"
+(
+  trap '' PIPE
+  "$program" generate "$model" -p x -n 1000 --temperature 1 --threads 1 2>"$files/err" | head -c 1 >/dev/null
+  exit "${PIPESTATUS[0]}"
+) || fault "a closed pipe, signal ignored: status $?"
+[ ! -s "$files/err" ] || fault "a closed pipe, signal ignored: $(cat "$files/err")"
+"$program" generate "$model" -p x -n 3 >/dev/full 2>"$files/err"
+[ $? -eq 2 ] && grep -q "standard output: No space" "$files/err" || fault "a full disk: $(cat "$files/err")"
+rm "$files/out"
+"$program" generate "$model" -p x -n 2000 --temperature 5 --threads 1 >"$files/out" 2>"$files/err" &
+pid=$!
+until [ -s "$files/out" ] || ! kill -0 $pid; do sleep 0.02; done
+kill -INT $pid
+wait $pid
+[ $? -eq 130 ] || fault "Ctrl-C: status $?"
+grep -q "tokens/s" "$files/err" || fault "Ctrl-C: no statistics"
+[ "$(tail -c 1 "$files/out")" = "" ] || fault "Ctrl-C: the text does not end its line"
 [ $bad -eq 0 ]

@@ -1,0 +1,213 @@
+// Mutated files of every kind that the library reads: refused, or read right; no crash, hang or huge allocation.
+#include "tests/mutation.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "replayssm/core/safetensors.h"
+#include "replayssm/model/checkpoint.h"
+#include "replayssm/model/config.h"
+#include "replayssm/model/tokenizer.h"
+#include "tests/bad_input.h"
+#include "tests/tokenizer_fixture.h"
+
+namespace replayssm {
+namespace {
+
+using nlohmann::json;
+using test::Mutator;
+using test::survive_mutations;
+
+constexpr int kMutations = 20000;
+
+std::string safetensors_input() {
+  const std::string header =
+      R"({"__metadata__":{"format":"pt"},"a.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
+      R"("b":{"dtype":"BF16","shape":[4],"data_offsets":[24,32]},"c":{"dtype":"I64","shape":[],"data_offsets":[32,40]},)"
+      R"("d":{"dtype":"F16","shape":[0,5],"data_offsets":[40,40]}})";
+  const uint64_t length = header.size();
+  std::string file(8, '\0');
+  std::memcpy(file.data(), &length, 8);
+  return file + header + std::string(40, 'd');
+}
+
+// Reads a file's header anew, plainly, and holds the parser's result against it.
+void check_safetensors(const std::string& file) {
+  const SafetensorsContents contents = parse_safetensors(std::as_bytes(std::span(file)), "file");
+  uint64_t length;
+  std::memcpy(&length, file.data(), 8);
+  const json header = json::parse(file.substr(8, length));
+  ASSERT_EQ(contents.tensors.size() + header.contains("__metadata__"), header.size());
+  size_t bytes = 0;
+  for (const Tensor& tensor : contents.tensors) {
+    const json& entry = header.at(tensor.name);
+    EXPECT_EQ(entry["dtype"], dtype_name(tensor.dtype));
+    EXPECT_EQ(entry["shape"], json(tensor.shape));
+    const size_t begin =
+        static_cast<size_t>(reinterpret_cast<const char*>(tensor.bytes.data()) - file.data()) - 8 - length;
+    EXPECT_EQ(entry["data_offsets"], json({begin, begin + tensor.bytes.size()}));
+    EXPECT_EQ(tensor.bytes.size() * 8, static_cast<size_t>(tensor.elements() * dtype_bits(tensor.dtype)));
+    bytes += tensor.bytes.size();
+    if (tensor.dtype != Dtype::kF32 && tensor.dtype != Dtype::kBF16 && tensor.dtype != Dtype::kF16) continue;
+    std::vector<float> values(static_cast<size_t>(tensor.elements()));
+    read_floats(tensor, values);
+  }
+  EXPECT_EQ(8 + length + bytes, file.size());
+}
+
+// Edits the header as JSON and keeps its length right, so that more than the frame is tried.
+std::string mutate_safetensors(Mutator& mutator, const std::string& file) {
+  if (mutator.below(3) == 0) return mutator.bytes(file);
+  uint64_t length;
+  std::memcpy(&length, file.data(), 8);
+  const std::string header = mutator.json(file.substr(8, length));
+  length = header.size();
+  std::string mutated(8, '\0');
+  std::memcpy(mutated.data(), &length, 8);
+  return mutated + header + file.substr(file.size() - 40);
+}
+
+TEST(Mutation, Safetensors) {
+  check_safetensors(safetensors_input());
+  const auto counts =
+      survive_mutations(safetensors_input(), kMutations, 1'000'000, mutate_safetensors, check_safetensors);
+  RecordProperty("refused", counts.refused);
+  RecordProperty("accepted", counts.accepted);
+  EXPECT_GT(counts.refused, kMutations / 2);
+  EXPECT_GT(counts.accepted, 100);
+}
+
+const char* const kConfig = R"({"model_type":"qwen3_5","tie_word_embeddings":true,"text_config":{
+  "model_type":"qwen3_5_text","vocab_size":6144,"hidden_size":256,"intermediate_size":640,"num_hidden_layers":4,
+  "num_attention_heads":4,"num_key_value_heads":2,"head_dim":64,"hidden_act":"silu","max_position_embeddings":2048,
+  "rms_norm_eps":1e-06,"attention_bias":false,"linear_conv_kernel_dim":4,"linear_key_head_dim":64,
+  "linear_value_head_dim":64,"linear_num_key_heads":2,"linear_num_value_heads":4,"mtp_num_hidden_layers":1,
+  "layer_types":["linear_attention","linear_attention","linear_attention","full_attention"],"eos_token_id":[0,1],
+  "rope_parameters":{"rope_type":"default","rope_theta":10000000,"partial_rotary_factor":0.25,
+  "mrope_section":[11,11,10],"mrope_interleaved":true}}})";
+
+void check_config(const std::string& text) {
+  const ModelConfig config = parse_config(text, "", "");
+  const json outer = json::parse(text);
+  const json& fields = config.model_type == "qwen3_5" ? outer.at("text_config") : outer;
+  EXPECT_EQ(fields.at("hidden_size"), config.hidden_size);
+  EXPECT_EQ(fields.at("vocab_size"), config.vocabulary);
+  EXPECT_EQ(fields.at("num_hidden_layers"), config.layers.size());
+  EXPECT_EQ(fields.at("intermediate_size"), config.intermediate_size);
+  EXPECT_EQ(fields.at("num_attention_heads"), config.attention.query_heads);
+  EXPECT_EQ(fields.at("linear_num_value_heads"), config.delta.shape.heads);
+  EXPECT_EQ(fields.at("max_position_embeddings"), config.context_tokens);
+  const DeltaShape& shape = config.delta.shape;
+  EXPECT_GT(config.hidden_size, 0);
+  EXPECT_EQ(config.attention.query_heads % config.attention.kv_heads, 0);
+  EXPECT_EQ(shape.heads % shape.key_heads, 0);
+  EXPECT_TRUE(shape.key_size % 16 == 0 && shape.key_size <= 256 && shape.value_size % 4 == 0);
+  EXPECT_TRUE(config.attention.rotary_size % 2 == 0 && config.attention.rotary_size <= config.attention.head_size);
+  EXPECT_TRUE(config.attention.rope_theta >= 1 && config.norm_epsilon > 0);
+  for (const int32_t token : config.end_tokens) EXPECT_TRUE(token >= 0 && token < config.vocabulary);
+}
+
+TEST(Mutation, Config) {
+  check_config(kConfig);
+  const auto counts = survive_mutations(
+      kConfig, kMutations, 2'000'000,
+      [](Mutator& mutator, const std::string& text) {
+        return mutator.below(4) == 0 ? mutator.bytes(text) : mutator.json(text);
+      },
+      check_config);
+  RecordProperty("refused", counts.refused);
+  RecordProperty("accepted", counts.accepted);
+  EXPECT_GT(counts.refused, kMutations / 2);
+  EXPECT_GT(counts.accepted, 100);
+}
+
+// A mutation may well turn on what breaks the round trip; the rest must keep it.
+bool keeps_text(const json& document) {
+  for (const json& token : document.value("added_tokens", json::array()))
+    for (const char* field : {"lstrip", "rstrip"})
+      if (token.contains(field) && token[field] == true) return false;
+  const std::string text = document.dump();
+  return text.find("NFC") == std::string::npos && text.find("Removed") == std::string::npos &&
+         text.find("\"add_prefix_space\":false,\"trim_offsets\":false,\"type\":\"ByteLevel\",\"use_regex\":false}]") !=
+             std::string::npos;
+}
+
+void check_tokenizer(const std::string& document) {
+  const Tokenizer tokenizer(document, "tokenizer.json");
+  const std::string text = "hello, wörld<|end|> it's\r\n\n  42 \xFF\xE2\x82 <tool>\u3000é\xF0\x9F\x98\x80";
+  const std::vector<int32_t> ids = tokenizer.encode(text);
+  for (const int32_t id : ids) ASSERT_TRUE(id >= 0 && id < tokenizer.vocabulary_size());
+  if (keeps_text(json::parse(document))) {
+    EXPECT_EQ(tokenizer.decode(ids), text);
+  }
+}
+
+// The 256 byte tokens would take nearly every edit: what is edited stands before and after them, or among them at
+// times.
+std::string mutate_tokenizer(Mutator& mutator, const std::string& text) {
+  const size_t vocabulary = text.find("\"vocab\":{") + 9;
+  const size_t end = text.find('}', text.find("\"hello\":259"));
+  switch (mutator.below(6)) {
+    case 0:
+      return mutator.bytes(text);
+    case 1:
+      return mutator.json(text);
+    case 2:
+    case 3:
+      return mutator.json(text.substr(0, vocabulary)) + text.substr(vocabulary);
+    default:
+      return text.substr(0, end) + mutator.json(text.substr(end));
+  }
+}
+
+TEST(Mutation, Tokenizer) {
+  const std::string text = test::small_tokenizer().dump();
+  check_tokenizer(text);
+  ASSERT_TRUE(keeps_text(test::small_tokenizer()));
+  const auto counts = survive_mutations(text, kMutations, 3'000'000, mutate_tokenizer, check_tokenizer);
+  RecordProperty("refused", counts.refused);
+  RecordProperty("accepted", counts.accepted);
+  EXPECT_GT(counts.refused, kMutations / 2);
+  EXPECT_GT(counts.accepted, 100);
+}
+
+TEST(Mutation, CheckpointIndex) {
+  const test::TemporaryDirectory directory;
+  const std::string bytes(8, 'b');
+  const Tensor a{"a", Dtype::kF32, {2}, std::as_bytes(std::span(bytes))};
+  const Tensor b{"b", Dtype::kF32, {2}, std::as_bytes(std::span(bytes))};
+  write_safetensors(directory.path("one.safetensors"), std::vector{a});
+  write_safetensors(directory.path("two.safetensors"), std::vector{a, b});
+  const std::string index =
+      R"({"metadata":{"total_size":16},"weight_map":{"a":"one.safetensors","b":"two.safetensors"}})";
+  const auto check = [&](const std::string& text) {
+    directory.write("model.safetensors.index.json", text);
+    const Checkpoint checkpoint(directory.path());
+    const json weight_map = json::parse(text).at("weight_map");
+    ASSERT_EQ(checkpoint.names().size(), weight_map.size());
+    for (const std::string& name : checkpoint.names())
+      EXPECT_TRUE(weight_map.at(name) == "one.safetensors" || weight_map.at(name) == "two.safetensors");
+  };
+  check(index);
+  const auto mutate = [](Mutator& mutator, const std::string& text) {
+    return mutator.below(2) == 0 ? mutator.bytes(text) : mutator.json(text);
+  };
+  // Fewer, since each writes and maps files; the parser below is the one that config.json goes through.
+  const auto counts = survive_mutations(index, kMutations / 20, 4'000'000, mutate, check);
+  EXPECT_GT(counts.refused, kMutations / 40);
+  EXPECT_GT(counts.accepted, 10);
+}
+
+TEST(Mutation, AllocationsAreCounted) {
+  const auto allocate = [](const std::string&) { std::vector<char> memory(1 << 20); };
+  const auto keep = [](Mutator&, const std::string& text) { return text; };
+  EXPECT_EQ(survive_mutations("x", 3, 1, keep, allocate, 2 << 20).accepted, 3);
+  const test::AllocationLimit limit(1 << 20);
+  EXPECT_THROW(std::vector<char>(2 << 20), std::bad_alloc);
+  std::vector<char> memory(1000);
+  EXPECT_EQ(limit.used_bytes(), 1000u);
+}
+
+}  // namespace
+}  // namespace replayssm
