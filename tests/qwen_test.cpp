@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "replayssm/core/error.h"
+#include "tests/allocation.h"
 #include "tests/qwen_rig.h"
 #include "tests/tolerance.h"
 
@@ -315,6 +316,30 @@ TEST(Qwen, ABadNumberStaysInItsRow) {
       EXPECT_FALSE(std::isfinite(given[expected.vocabulary]));
     }
   }
+}
+
+// A step asks for no memory: neither the plan, nor the forward pass, nor the commit, in any of the decoders.
+TEST(Qwen, StepsAllocateNothing) {
+  QwenRig rig(fixture(kModels[0]), {.threads = 2, .window = 4, .max_tokens = 32});
+  const std::vector<Handle> rows = {rig.pool.allocate(200), rig.pool.allocate(200)};
+  const std::vector<int> prompt = {20, 7}, one = {1, 1};
+  const std::vector<int32_t> token(27, 3), wanted = {0, 1};
+  std::vector<float> logits = poisoned(2 * 187);
+  const auto run = [&](StepKind kind, const std::vector<int>& counts, DeltaReadout readout) {
+    const StepPlan& plan = rig.pool.begin_step(kind, rows, counts);
+    rig.model.forward(
+        {.plan = &plan, .token = token.data(), .readout = readout, .logit_token = wanted, .logits = logits.data()},
+        rig.pool);
+    rig.pool.commit();
+  };
+  run(StepKind::kPrefill, prompt, DeltaReadout::kExact);  // the pool's array of positions may grow once
+  const AllocationLimit limit(0);
+  run(StepKind::kPrefill, prompt, DeltaReadout::kExact);
+  for (int step = 0; step < 12; ++step) {
+    run(StepKind::kReplay, one, step % 2 == 0 ? DeltaReadout::kPulledBack : DeltaReadout::kExact);
+    run(StepKind::kConventional, one, DeltaReadout::kExact);
+  }
+  EXPECT_EQ(limit.used_bytes(), 0u);
 }
 
 TEST(Qwen, RefusesWrongSteps) {

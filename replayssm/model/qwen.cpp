@@ -2,6 +2,7 @@
 #include "replayssm/model/qwen.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "replayssm/core/error.h"
@@ -39,6 +40,20 @@ size_t ops_workspace_bytes(const ModelConfig& config, const StateLayout& layout,
   const AttentionConfig& attention = config.attention;
   return std::max(delta_workspace_bytes(config.delta.shape, layout.ring_capacity(), device),
                   attention_workspace_bytes(attention.query_heads, attention.kv_heads, attention.head_size, device));
+}
+
+bool is_same_layer(const StateLayer& a, const StateLayer& b) {
+  if (a.index() != b.index()) return false;
+  if (const auto* delta = std::get_if<DeltaLayer>(&a)) {
+    const DeltaLayer& other = std::get<DeltaLayer>(b);
+    const auto sizes = [](const DeltaLayer& layer) {
+      return std::array{layer.shape.heads,     layer.shape.key_heads, layer.shape.key_size, layer.shape.value_size,
+                        layer.shape.gate_size, layer.conv_channels,   layer.conv_width};
+    };
+    return sizes(*delta) == sizes(other);
+  }
+  const AttentionLayer &left = std::get<AttentionLayer>(a), &right = std::get<AttentionLayer>(b);
+  return left.kv_heads == right.kv_heads && left.head_size == right.head_size;
 }
 
 }  // namespace
@@ -106,7 +121,9 @@ void Qwen::check(const QwenStep& step, const StatePool& pool) const {
     require(n >= 0 && n < step.plan->tokens, "forward: expected logit tokens of 0 .. {}, got {}", step.plan->tokens - 1,
             n);
   const StateLayout& given = pool.layout();
-  require(given.ring_capacity() <= layout_.ring_capacity() && describe_layers(given) == describe_layers(layout_),
+  require(given.ring_capacity() <= layout_.ring_capacity() &&
+              std::equal(given.layers.begin(), given.layers.end(), layout_.layers.begin(), layout_.layers.end(),
+                         is_same_layer),
           "forward: the pool's layers or window are not those of the model");
 }
 

@@ -35,7 +35,7 @@ inline int attention_tile_tokens(int group) {
   return std::max(1, kAttentionTileQueries / group);
 }
 
-// FloatVector of one thread's scratch: for each query of a tile its sums [D], its scores [block], its maximum and its
+// Floats of one thread's scratch: for each query of a tile its sums [D], its scores [block], its maximum and its
 // total.
 inline int64_t attention_scratch_floats(int group, int64_t head_size) {
   const int64_t queries = static_cast<int64_t>(attention_tile_tokens(group)) * group;
@@ -52,19 +52,19 @@ namespace replayssm {
 namespace HWY_NAMESPACE {
 namespace {
 
-constexpr Floats kTag;
+constexpr FloatTag kTag;
 
 // The scores of `Queries` queries, 1 or 4, with `Keys` keys, 1 or 4.
 template <int Queries, int Keys>
 HWY_INLINE void score(const float* const* q, const float* const* keys, int64_t size, float scale, float* const* scores,
                       int64_t at) {
-  FloatVector sums[Queries * Keys];
+  Floats sums[Queries * Keys];
   unrolled<Queries * Keys>([&](auto i) REPLAYSSM_INLINE { sums[i] = hn::Zero(kTag); });
   for_each_vector(size, [&](const auto& load, const auto&) REPLAYSSM_INLINE {
-    FloatVector key[Keys];
+    Floats key[Keys];
     unrolled<Keys>([&](auto j) REPLAYSSM_INLINE { key[j] = load(keys[j]); });
     unrolled<Queries>([&](auto i) REPLAYSSM_INLINE {
-      const FloatVector query = load(q[i]);
+      const Floats query = load(q[i]);
       unrolled<Keys>([&](auto j)
                          REPLAYSSM_INLINE { sums[i * Keys + j] = hn::MulAdd(query, key[j], sums[i * Keys + j]); });
     });
@@ -92,17 +92,17 @@ HWY_INLINE void score_block(const float* const* q, const float* const* keys, int
 HWY_INLINE float soften(float* scores, int count, float& maximum, float& total) {
   float largest = maximum;
   for (int j = 0; j < count; ++j) largest = scores[j] > largest ? scores[j] : largest;
-  const FloatVector peak = hn::Set(kTag, largest);
+  const Floats peak = hn::Set(kTag, largest);
   const float factor = hn::GetLane(exponential(hn::Sub(hn::Set(kTag, maximum), peak)));
-  FloatVector sums = hn::Zero(kTag);
+  Floats sums = hn::Zero(kTag);
   int64_t j = 0;
   for (; j + kFloatLanes <= count; j += kFloatLanes) {
-    const FloatVector weights = exponential(hn::Sub(hn::LoadU(kTag, scores + j), peak));
+    const Floats weights = exponential(hn::Sub(hn::LoadU(kTag, scores + j), peak));
     hn::StoreU(weights, kTag, scores + j);
     sums = hn::Add(sums, weights);
   }
   if (j < count) {
-    const FloatVector weights = exponential(hn::Sub(load_rest(scores + j, count - j), peak));
+    const Floats weights = exponential(hn::Sub(load_rest(scores + j, count - j), peak));
     store_rest(weights, scores + j, count - j);
     sums = hn::Add(sums, load_rest(scores + j, count - j));
   }
@@ -115,16 +115,16 @@ HWY_INLINE float soften(float* scores, int count, float& maximum, float& total) 
 template <int Queries, int Vectors>
 HWY_INLINE void add_values(const float* const* values, int count, const float* const* weights, const float* factors,
                            float* const* sums, int64_t at) {
-  FloatVector out[Queries * Vectors];
+  Floats out[Queries * Vectors];
   unrolled<Queries * Vectors>([&](auto i) REPLAYSSM_INLINE {
     out[i] = hn::Mul(hn::Set(kTag, factors[i / Vectors]),
                      hn::Load(kTag, sums[i / Vectors] + at + i % Vectors * kFloatLanes));
   });
   for (int j = 0; j < count; ++j) {
-    FloatVector value[Vectors];
+    Floats value[Vectors];
     unrolled<Vectors>([&](auto d) REPLAYSSM_INLINE { value[d] = hn::LoadU(kTag, values[j] + at + d * kFloatLanes); });
     unrolled<Queries>([&](auto i) REPLAYSSM_INLINE {
-      const FloatVector weight = hn::Set(kTag, weights[i][j]);
+      const Floats weight = hn::Set(kTag, weights[i][j]);
       unrolled<Vectors>(
           [&](auto d) REPLAYSSM_INLINE { out[i * Vectors + d] = hn::MulAdd(weight, value[d], out[i * Vectors + d]); });
     });
@@ -136,7 +136,7 @@ HWY_INLINE void add_values(const float* const* values, int count, const float* c
 // The last elements of a head whose size is no multiple of a vector.
 HWY_INLINE void add_values_rest(const float* const* values, int count, const float* weights, float factor, float* sums,
                                 int64_t at, int64_t rest) {
-  FloatVector out = hn::Mul(hn::Set(kTag, factor), hn::Load(kTag, sums + at));
+  Floats out = hn::Mul(hn::Set(kTag, factor), hn::Load(kTag, sums + at));
   for (int j = 0; j < count; ++j) out = hn::MulAdd(hn::Set(kTag, weights[j]), load_rest(values[j] + at, rest), out);
   hn::Store(out, kTag, sums + at);
 }
@@ -221,7 +221,7 @@ void attention_kernel(const Attention& args, const AttentionTile& tile, int kv_h
   for (int i = 0; i < queries; ++i) {
     float* out = args.out + (tile.first + i / group) * args.query_heads * size +
                  (static_cast<int64_t>(kv_head) * group + i % group) * size;
-    const FloatVector total = hn::Set(kTag, totals[i]);
+    const Floats total = hn::Set(kTag, totals[i]);
     for_each_vector(size, [&](const auto& load, const auto& store)
                               HWY_ATTR { store(hn::Div(load(sums + i * padded), total), out); });
   }

@@ -37,11 +37,6 @@ HWY_BEFORE_NAMESPACE();
 namespace replayssm {
 namespace HWY_NAMESPACE {
 namespace {
-namespace hn = hwy::HWY_NAMESPACE;
-
-using Tag = hn::ScalableTag<float>;
-using Vec = hn::Vec<Tag>;
-constexpr int64_t kLanes = hn::MaxLanes(Tag());
 
 // A tile's sums, the weights and one token's activations fit the registers.
 constexpr int kTileTokens = 3;
@@ -50,16 +45,16 @@ constexpr int kTileRows = 8;
 #else
 constexpr int kTileRows = 4;
 #endif
-static_assert(kLinearTileOutputs % kTileRows == 0 && kLinearPassInputs % kLanes == 0);
+static_assert(kLinearTileOutputs % kTileRows == 0 && kLinearPassInputs % kFloatLanes == 0);
 
-HWY_INLINE Vec widen(const float* from) {
-  return hn::LoadU(Tag(), from);
+HWY_INLINE Floats widen(const float* from) {
+  return hn::LoadU(FloatTag(), from);
 }
 
-HWY_INLINE Vec widen(const Bf16* from) {
-  const hn::Rebind<uint32_t, Tag> words;
-  const auto halves = hn::LoadU(hn::Rebind<uint16_t, Tag>(), reinterpret_cast<const uint16_t*>(from));
-  return hn::BitCast(Tag(), hn::ShiftLeft<16>(hn::PromoteTo(words, halves)));
+HWY_INLINE Floats widen(const Bf16* from) {
+  const hn::Rebind<uint32_t, FloatTag> words;
+  const auto halves = hn::LoadU(hn::Rebind<uint16_t, FloatTag>(), reinterpret_cast<const uint16_t*>(from));
+  return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(hn::PromoteTo(words, halves)));
 }
 
 HWY_INLINE float widen_one(float value) {
@@ -71,41 +66,42 @@ HWY_INLINE float widen_one(Bf16 value) {
 
 // The last elements of a row, fewer than a vector, followed by zeros.
 template <typename T>
-HWY_INLINE Vec widen_rest(const T* from, int64_t count) {
-  HWY_ALIGN float lanes[kLanes] = {};
+HWY_INLINE Floats widen_rest(const T* from, int64_t count) {
+  HWY_ALIGN float lanes[kFloatLanes] = {};
   for (int64_t i = 0; i < count; ++i) lanes[i] = widen_one(from[i]);
-  return hn::Load(Tag(), lanes);
+  return hn::Load(FloatTag(), lanes);
 }
 
 // The sums of a tile, `Rows` weight rows times `Tokens` tokens: lane l takes the inputs l, l + lanes, ... in that
 // order.
 template <int Rows, int Tokens>
-HWY_INLINE void clear(Vec (&sums)[Rows * Tokens]) {
-  unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE { sums[i] = hn::Zero(Tag()); });
+HWY_INLINE void clear(Floats (&sums)[Rows * Tokens]) {
+  unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE { sums[i] = hn::Zero(FloatTag()); });
 }
 
 template <int Rows, int Tokens>
-HWY_INLINE void load(Vec (&sums)[Rows * Tokens], const float* from, int64_t row_stride) {
+HWY_INLINE void load(Floats (&sums)[Rows * Tokens], const float* from, int64_t row_stride) {
   unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
-    sums[i] = hn::Load(Tag(), from + i / Tokens * row_stride + i % Tokens * kLanes);
+    sums[i] = hn::Load(FloatTag(), from + i / Tokens * row_stride + i % Tokens * kFloatLanes);
   });
 }
 
 template <int Rows, int Tokens>
-HWY_INLINE void save(const Vec (&sums)[Rows * Tokens], float* to, int64_t row_stride) {
-  unrolled<Rows * Tokens>(
-      [&](auto i) REPLAYSSM_INLINE { hn::Store(sums[i], Tag(), to + i / Tokens * row_stride + i % Tokens * kLanes); });
+HWY_INLINE void save(const Floats (&sums)[Rows * Tokens], float* to, int64_t row_stride) {
+  unrolled<Rows * Tokens>([&](auto i) REPLAYSSM_INLINE {
+    hn::Store(sums[i], FloatTag(), to + i / Tokens * row_stride + i % Tokens * kFloatLanes);
+  });
 }
 
 template <int Rows, int Tokens, bool IsFromMemory, typename W>
-HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, const float* x, int64_t x_stride,
+HWY_INLINE void add(Floats (&sums)[Rows * Tokens], const W* w, int64_t w_stride, const float* x, int64_t x_stride,
                     int64_t count) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    Vec activations[Tokens];
-    unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE { activations[t] = hn::LoadU(Tag(), x + t * x_stride + i); });
+  for (; i + kFloatLanes <= count; i += kFloatLanes) {
+    Floats activations[Tokens];
+    unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE { activations[t] = hn::LoadU(FloatTag(), x + t * x_stride + i); });
     unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
-      const Vec weights = widen(w + r * w_stride + i);
+      const Floats weights = widen(w + r * w_stride + i);
       if constexpr (IsFromMemory) hwy::Prefetch(w + r * w_stride + i + kLinearAheadBytes / sizeof(W));
       // Keeps g++ from loading a weight again for every product: two loads a cycle are the limit.
       asm volatile("" ::: "memory");
@@ -116,7 +112,7 @@ HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, co
   }
   if (i == count) return;
   unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
-    const Vec weights = widen_rest(w + r * w_stride + i, count - i);
+    const Floats weights = widen_rest(w + r * w_stride + i, count - i);
     unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
       sums[r * Tokens + t] = hn::MulAdd(weights, widen_rest(x + t * x_stride + i, count - i), sums[r * Tokens + t]);
     });
@@ -124,7 +120,7 @@ HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, co
 }
 
 template <int Rows, int Tokens>
-HWY_INLINE void finish(const Vec (&sums)[Rows * Tokens], const Linear& args, int64_t token, int64_t output) {
+HWY_INLINE void finish(const Floats (&sums)[Rows * Tokens], const Linear& args, int64_t token, int64_t output) {
   constexpr int kFours = (Rows * Tokens + 3) / 4;
   HWY_ALIGN float totals[kFours * 4];
   unrolled<kFours>([&](auto i) REPLAYSSM_INLINE {
@@ -194,7 +190,7 @@ struct Ahead {
 template <int Rows, typename W>
 void multiply_directly(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output) {
   for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
-    Vec sums[Rows * tokens()];
+    Floats sums[Rows * tokens()];
     clear<Rows, tokens()>(sums);
     add<Rows, tokens(), true>(sums, weight + output * args.inputs, args.inputs, args.x + token * args.x_stride,
                               args.x_stride, args.inputs);
@@ -206,23 +202,23 @@ void multiply_directly(const Linear& args, const W* weight, int64_t token_begin,
 template <int Rows, typename W>
 void multiply_in_passes(const Linear& args, const W* weight, int64_t token_begin, int64_t token_end, int64_t output) {
   HWY_ALIGN float widened[Rows * kLinearPassInputs];
-  HWY_ALIGN float saved[Rows * kLinearBlockTokens * kLanes];
-  constexpr int64_t kSavedStride = kLinearBlockTokens * kLanes;
+  HWY_ALIGN float saved[Rows * kLinearBlockTokens * kFloatLanes];
+  constexpr int64_t kSavedStride = kLinearBlockTokens * kFloatLanes;
   for (int64_t begin = 0; begin < args.inputs; begin += kLinearPassInputs) {
     const int64_t count = std::min(kLinearPassInputs, args.inputs - begin);
     const W* w = weight + output * args.inputs + begin;
     const Ahead<W> ahead(args, weight, output, begin + count, Rows, token_end - token_begin);
     for (int r = 0; r < Rows; ++r) {
       int64_t i = 0;
-      for (; i + kLanes <= count; i += kLanes)
-        hn::Store(widen(w + r * args.inputs + i), Tag(), widened + r * kLinearPassInputs + i);
+      for (; i + kFloatLanes <= count; i += kFloatLanes)
+        hn::Store(widen(w + r * args.inputs + i), FloatTag(), widened + r * kLinearPassInputs + i);
       if (i < count)
-        hn::Store(widen_rest(w + r * args.inputs + i, count - i), Tag(), widened + r * kLinearPassInputs + i);
+        hn::Store(widen_rest(w + r * args.inputs + i, count - i), FloatTag(), widened + r * kLinearPassInputs + i);
     }
     for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
-      float* tile = saved + (token - token_begin) * kLanes;
+      float* tile = saved + (token - token_begin) * kFloatLanes;
       ahead.fetch(token - token_begin);
-      Vec sums[Rows * tokens()];
+      Floats sums[Rows * tokens()];
       if (begin == 0)
         clear<Rows, tokens()>(sums);
       else

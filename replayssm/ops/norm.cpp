@@ -20,26 +20,26 @@ namespace HWY_NAMESPACE {
 namespace {
 
 // 1 / sqrt(mean(x^2) + eps)
-HWY_INLINE FloatVector inverse_rms(const float* x, int64_t size, float eps) {
-  FloatVector squares = hn::Zero(Floats());
+HWY_INLINE Floats inverse_rms(const float* x, int64_t size, float eps) {
+  Floats squares = hn::Zero(FloatTag());
   for_each_vector(size, [&](const auto& load, const auto&) HWY_ATTR {
-    const FloatVector value = load(x);
+    const Floats value = load(x);
     squares = hn::MulAdd(value, value, squares);
   });
-  const float mean = hn::GetLane(hn::SumOfLanes(Floats(), squares)) / static_cast<float>(size);
-  return hn::Set(Floats(), 1.0f / std::sqrt(mean + eps));
+  const float mean = hn::GetLane(hn::SumOfLanes(FloatTag(), squares)) / static_cast<float>(size);
+  return hn::Set(FloatTag(), 1.0f / std::sqrt(mean + eps));
 }
 
 }  // namespace
 
 // One call owns the tokens begin .. end-1.
 void rms_norm_kernel(const RmsNorm& args, int64_t begin, int64_t end) {
-  const FloatVector offset = hn::Set(Floats(), args.is_zero_centred ? 1.0f : 0.0f);
+  const Floats offset = hn::Set(FloatTag(), args.is_zero_centred ? 1.0f : 0.0f);
   for (int64_t n = begin; n < end; ++n) {
     for (int h = 0; h < args.heads; ++h) {
       const float* x = args.x + n * args.x_stride + h * args.x_head_stride;
       float* y = args.y + n * args.y_stride + h * args.y_head_stride;
-      const FloatVector factor = inverse_rms(x, args.size, args.eps);
+      const Floats factor = inverse_rms(x, args.size, args.eps);
       for_each_vector(args.size, [&](const auto& load, const auto& store) HWY_ATTR {
         store(hn::Mul(hn::Mul(load(x), factor), hn::Add(offset, load(args.weight))), y);
       });
@@ -54,9 +54,9 @@ void gated_rms_norm_kernel(const GatedRmsNorm& args, int64_t begin, int64_t end)
       const float* x = args.x + n * args.x_stride + h * args.size;
       const float* z = args.z + n * args.z_stride + h * args.size;
       float* y = args.y + n * args.y_stride + h * args.size;
-      const FloatVector factor = inverse_rms(x, args.size, args.eps);
+      const Floats factor = inverse_rms(x, args.size, args.eps);
       for_each_vector(args.size, [&](const auto& load, const auto& store) HWY_ATTR {
-        const FloatVector normal = hn::Mul(hn::Mul(load(x), factor), load(args.weight));
+        const Floats normal = hn::Mul(hn::Mul(load(x), factor), load(args.weight));
         store(hn::Mul(normal, silu(load(z))), y);
       });
     }

@@ -26,8 +26,8 @@ void rope_kernel(const Rope& args, int64_t begin, int64_t end) {
       float* low = args.x + n * args.x_stride + h * args.x_head_stride;
       float* high = low + half;
       for_each_vector(half, [&](const auto& load, const auto& store) HWY_ATTR {
-        const FloatVector cosine = load(args.cosine + n * half), sine = load(args.sine + n * half);
-        const FloatVector a = load(low), b = load(high);
+        const Floats cosine = load(args.cosine + n * half), sine = load(args.sine + n * half);
+        const Floats a = load(low), b = load(high);
         store(hn::NegMulAdd(b, sine, hn::Mul(a, cosine)), low);
         store(hn::MulAdd(a, sine, hn::Mul(b, cosine)), high);
       });
