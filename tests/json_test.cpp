@@ -32,6 +32,11 @@ TEST(Json, RefusesEverythingElse) {
   expect_refusal([] { parse_json(R"({"a": {"b": 1, "c": 2, "b": 3}})", "file"); }, "'b' twice");
   expect_refusal([] { parse_json(nested(kMaxJsonDepth + 1), "file"); }, "nested at most 32 deep");
   expect_refusal([] { parse_json(std::string(10'000'000, '['), "file"); }, "nested at most 32 deep");
+  std::string many = "[0";
+  for (size_t i = 1; i < kMaxJsonValues; ++i) many += ",0";
+  expect_refusal([&] { parse_json(many + "]", "file"); }, "file: expected at most 4194304 values");
+  expect_refusal([] { parse_json(std::string(kMaxJsonBytes + 1, ' '), "file"); }, "at most 134217728 bytes",
+                 "got 134217729");
   const std::string long_key = "\"" + std::string(100000, 'k') + "\\n\"";
   expect_refusal([&] { parse_json("{" + long_key + ":1," + long_key + ":2}", "file"); }, "kkk...' twice");
 }

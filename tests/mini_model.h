@@ -32,10 +32,13 @@ inline StateLayout mini_layout(int window, int max_step_tokens) {
   return layout;
 }
 
+// Query heads of a KV head.
+inline constexpr int kGroup = 2;
+
 inline size_t layer_output_size(const StateLayer& layer) {
   if (const auto* delta = std::get_if<DeltaLayer>(&layer)) return delta->shape.heads * delta->shape.value_size;
   const auto& attention = std::get<AttentionLayer>(layer);
-  return attention.kv_heads * attention.head_size;
+  return kGroup * attention.kv_heads * attention.head_size;
 }
 
 using Outputs = std::vector<std::vector<float>>;  // [rows] of [tokens * the output size]
@@ -47,6 +50,7 @@ class MiniModel {
 
   explicit MiniModel(StateLayout layout, int threads = 1) : device_(threads), layout_(std::move(layout)) {
     std::mt19937_64 random(7);
+    size_t workspace_bytes = materialise_workspace_bytes(layout_, device_);
     for (const StateLayer& layer : layout_.layers) {
       Tables tables;
       if (const auto* delta = std::get_if<DeltaLayer>(&layer)) {
@@ -59,13 +63,16 @@ class MiniModel {
         add_nan(tables.beta, delta->shape.heads);
       } else {
         const auto& attention = std::get<AttentionLayer>(layer);
-        const int width = attention.kv_heads * attention.head_size;
-        tables.features = random_normal(random, kTokens * 2 * width);
-        add_nan(tables.features, 2 * width);
+        const int width = (kGroup + 2) * attention.kv_heads * attention.head_size;
+        tables.features = random_normal(random, kTokens * width);
+        add_nan(tables.features, width);
+        workspace_bytes = std::max(
+            workspace_bytes,
+            attention_workspace_bytes(kGroup * attention.kv_heads, attention.kv_heads, attention.head_size, device_));
       }
       tables_.push_back(std::move(tables));
     }
-    workspace_ = Buffer<std::byte>(materialise_workspace_bytes(layout_, device_));
+    workspace_ = Buffer<std::byte>(workspace_bytes);
     std::memset(workspace_.data(), 0xFF, workspace_.size());
   }
 
@@ -95,7 +102,7 @@ class MiniModel {
       const int layer = static_cast<int>(index);
       const std::vector<float> out = std::holds_alternative<DeltaLayer>(layout_.layers[index])
                                          ? run_delta(pool, layer, plan, state_rows, flat)
-                                         : run_attention(pool, layer, plan, flat);
+                                         : run_attention(pool, layer, plan, state_rows, flat);
       const size_t width = flat.empty() ? 0 : out.size() / flat.size();
       for (size_t row = 0; row < rows.size(); ++row) {
         outputs[row].insert(outputs[row].end(), out.begin() + plan.token_begin[row] * width,
@@ -155,32 +162,27 @@ class MiniModel {
     return out;
   }
 
-  // A sum over all positions that weighs each by its key and its place, in the order of the positions.
-  std::vector<float> run_attention(StatePool& pool, int index, const StepPlan& plan, const std::vector<int>& tokens) {
+  std::vector<float> run_attention(StatePool& pool, int index, const StepPlan& plan, const StateRows& rows,
+                                   const std::vector<int>& tokens) {
     const KvCache cache = pool.kv_cache(index);
-    const int size = cache.head_size, width = cache.kv_heads * size;
-    std::vector<float> out(tokens.size() * width, 0.0f);
-    for (int row = 0; row < plan.rows.count; ++row) {
-      if (plan.rows.slot[row] == kPaddingSlot) continue;
-      const int32_t* pages = plan.pages.page_table + row * plan.pages.table_stride;
-      const auto at = [&](int64_t position, int head) {
-        return ((int64_t{pages[position / cache.page_tokens]} * cache.kv_heads + head) * cache.page_tokens +
-                position % cache.page_tokens) *
-               size;
-      };
-      for (int n = plan.token_begin[row]; n < plan.token_begin[row + 1]; ++n) {
-        const float* feature = tables_[index].features.data() + tokens[n] * 2 * width;
-        for (int head = 0; head < cache.kv_heads; ++head) {
-          std::copy_n(feature + head * size, size, cache.k + at(plan.position[n], head));
-          std::copy_n(feature + width + head * size, size, cache.v + at(plan.position[n], head));
-          float* sum = out.data() + n * width + head * size;
-          for (int64_t s = 0; s <= plan.position[n]; ++s) {
-            const float weight = cache.k[at(s, head)] / static_cast<float>(1 + plan.position[n] - s);
-            for (int d = 0; d < size; ++d) sum[d] += weight * cache.v[at(s, head) + d];
-          }
-        }
-      }
-    }
+    const int queries = kGroup * cache.kv_heads * cache.head_size, keys = cache.kv_heads * cache.head_size;
+    const int width = queries + 2 * keys;
+    const std::vector<float> qkv = gather(tables_[index].features, tokens, width);
+    std::vector<float> out = poisoned(tokens.size() * queries);
+    attention({.cache = cache,
+               .pages = plan.pages,
+               .rows = rows,
+               .token_begin = plan.token_begin,
+               .query_heads = kGroup * cache.kv_heads,
+               .scale = 0.5f,
+               .q = qkv.data(),
+               .k = qkv.data() + queries,
+               .v = qkv.data() + queries + keys,
+               .q_stride = width,
+               .k_stride = width,
+               .v_stride = width,
+               .out = out.data()},
+              device_, workspace());
     return out;
   }
 

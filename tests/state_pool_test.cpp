@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "replayssm/core/error.h"
+#include "tests/allocation.h"
 #include "tests/arrays.h"
 #include "tests/mini_model.h"
 #include "tests/tolerance.h"
@@ -189,39 +190,49 @@ TEST(StatePool, RollbackMovesNoStateBytes) {
   EXPECT_TRUE(same_bits(lane.outputs, plain.outputs));
 }
 
+// Runs a lane up to its fork, with `records` unfolded records.
+void run_to_fork(MiniModel& model, StatePool& pool, Lane& lane, int records) {
+  advance(model, pool, {&lane}, StepKind::kPrefill, 13);
+  for (int record = 0; record < records; ++record) advance(model, pool, {&lane}, StepKind::kReplay, 1);
+}
+
+// Forks until the pool is full, steps all sharers at once and goes on; each must be as a sequence that never forked.
+void expect_forks_continue(int sharers, int records, StepKind kind) {
+  MiniModel model(mini_layout(kWindow, kMaxStep));
+  StatePool pool(model.layout(), slots(model.layout(), sharers), {.is_poisoned = true});
+  std::vector<Lane> lanes = {lane_in(pool, 1)};
+  run_to_fork(model, pool, lanes[0], records);
+  while (static_cast<int>(lanes.size()) < sharers) {
+    Lane child = lanes[0];
+    child.handle = pool.fork(lanes[0].handle, 512);
+    child.random.seed(100 + lanes.size());
+    lanes.push_back(child);
+  }
+  EXPECT_EQ(pool.counts().free_slots, 0);
+  EXPECT_EQ(pool.counts().used_checkpoints, 1);
+  std::vector<Lane*> all;
+  for (Lane& lane : lanes) all.push_back(&lane);
+  advance(model, pool, all, kind, 1);
+  const bool is_written = kind != StepKind::kReplay || records == kWindow;
+  EXPECT_EQ(pool.counts().used_checkpoints, is_written ? sharers : 1);
+  run_script(model, pool, all, 6, 30);
+  for (int child = 0; child < sharers; ++child) {
+    StatePool alone(model.layout(), slots(model.layout(), 1));
+    Lane lane = lane_in(alone, 1);
+    run_to_fork(model, alone, lane, records);
+    if (child > 0) lane.random.seed(100 + child);
+    advance(model, alone, {&lane}, kind, 1);
+    run_script(model, alone, {&lane}, 6, 30);
+    EXPECT_TRUE(same_bits(lanes[child].outputs, lane.outputs))
+        << sharers << " sharers, child " << child << ", " << records << " records";
+  }
+}
+
 TEST(StatePool, ForksContinueAsTheParentWould) {
   for (int sharers = 2; sharers <= 4; ++sharers) {
-    for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
-      MiniModel model(mini_layout(kWindow, kMaxStep));
-      StatePool pool(model.layout(), slots(model.layout(), sharers), {.is_poisoned = true});
-      std::vector<Lane> lanes = {lane_in(pool, 1)};
-      advance(model, pool, {&lanes[0]}, StepKind::kPrefill, 13);
-      advance(model, pool, {&lanes[0]}, StepKind::kReplay, 4, {4});
-      advance(model, pool, {&lanes[0]}, StepKind::kReplay, 2, {2});  // history = L: the next step flushes
-      const auto before = checkpoints_of(pool, lanes[0].handle);
-      for (int child = 1; child < sharers; ++child) {
-        lanes.push_back(lanes[0]);
-        lanes.back().handle = pool.fork(lanes[0].handle, 512);
-        lanes.back().random.seed(100 + child);
-      }
-      EXPECT_EQ(pool.counts().free_slots, 0);
-      EXPECT_EQ(pool.counts().used_checkpoints, 1);
-      std::vector<Lane*> all;
-      for (Lane& lane : lanes) all.push_back(&lane);
-      advance(model, pool, all, kind, 1);
-      EXPECT_EQ(pool.counts().used_checkpoints, sharers);
-      run_script(model, pool, all, 6, 30);
-      for (int child = 0; child < sharers; ++child) {
-        StatePool alone(model.layout(), slots(model.layout(), 1));
-        Lane lane = lane_in(alone, 1);
-        advance(model, alone, {&lane}, StepKind::kPrefill, 13);
-        advance(model, alone, {&lane}, StepKind::kReplay, 4, {4});
-        advance(model, alone, {&lane}, StepKind::kReplay, 2, {2});
-        EXPECT_EQ(checkpoints_of(alone, lane.handle), before);
-        if (child > 0) lane.random.seed(100 + child);
-        advance(model, alone, {&lane}, kind, 1);
-        run_script(model, alone, {&lane}, 6, 30);
-        EXPECT_TRUE(same_bits(lanes[child].outputs, lane.outputs)) << sharers << " sharers, child " << child;
+    for (int records = 0; records <= kWindow; ++records) {
+      for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
+        expect_forks_continue(sharers, records, kind);
       }
     }
   }
@@ -341,6 +352,24 @@ TEST(StatePool, OffsetsPastTwoToThe31AreReached) {
   }
   EXPECT_TRUE(same_bits(lane.outputs, alone.outputs));
   EXPECT_EQ(checkpoints_of(*large, lane.handle), checkpoints_of(small, alone.handle));
+}
+
+TEST(StatePool, AStepAllocatesNothing) {
+  MiniModel model(mini_layout(kWindow, kMaxStep));
+  StatePool pool(model.layout(), slots(model.layout(), 3), {.max_rows = 4});
+  const Handle parent = pool.allocate(512), other = pool.allocate(512);
+  const std::vector<Handle> rows = {parent, pool.fork(parent, 512), kPaddingRow, other};
+  const std::vector<int> longest(4, kMaxStep), one(4, 1), none(4, 0), prompt(4, kMaxStep);
+  const test::AllocationLimit limit(0);
+  for (int step = 0; step < 40; ++step) {
+    pool.begin_step(StepKind::kReplay, rows, longest);
+    pool.commit(step % 3 == 0 ? none : one);
+    pool.begin_step(StepKind::kConventional, rows, one);
+    pool.commit();
+    pool.begin_step(StepKind::kPrefill, rows, prompt);
+    pool.commit();
+  }
+  EXPECT_EQ(limit.used_bytes(), 0u);
 }
 
 // Corrupts one kind of state after a common past and returns the largest error of a layer's next output.

@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <thread>
 
 #include "replayssm/core/mapped_file.h"
 #include "replayssm/core/utf8.h"
@@ -151,6 +153,19 @@ TEST(Tokenizer, StreamHoldsBackHalfCharacters) {
   EXPECT_EQ(stream.finish(), "");
   EXPECT_EQ(stream.push(0xAC), "\xAC");
   expect_refusal([&] { stream.push(264); }, "got 264");
+}
+
+TEST(Tokenizer, ThreadsShareOne) {
+  const Tokenizer tokenizer = fixture_tokenizer("qwen35");
+  const std::vector<Case> cases = cases_of("qwen35");
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread)
+    threads.emplace_back([&] {
+      for (const Case& one : cases) wrong += tokenizer.encode(one.text) != one.ids;
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
 }
 
 // A megabyte without a break takes about a second under the sanitizers; quadratic time would take hours.

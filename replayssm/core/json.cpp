@@ -58,7 +58,9 @@ class DocumentBuilder : public nlohmann::json_sax<json> {
     return true;
   }
 
+  // Where the next value goes.
   json& place() {
+    require(++values_ <= kMaxJsonValues, "{}: expected at most {} values, got more", source_, kMaxJsonValues);
     if (open_.empty()) return document_;
     if (open_.back()->is_object()) return *field_;
     return open_.back()->get_ref<json::array_t&>().emplace_back();
@@ -80,6 +82,7 @@ class DocumentBuilder : public nlohmann::json_sax<json> {
 
   std::string_view source_;
   json document_;
+  size_t values_ = 0;
   json* field_ = nullptr;
   // No container that holds an open one grows before that one is closed, so these stay valid.
   std::vector<json*> open_;
@@ -88,6 +91,8 @@ class DocumentBuilder : public nlohmann::json_sax<json> {
 }  // namespace
 
 json parse_json(std::string_view text, std::string_view source) {
+  require(text.size() <= kMaxJsonBytes, "{}: expected at most {} bytes of JSON, got {}", source, kMaxJsonBytes,
+          text.size());
   // The parser takes a zero byte for the end of the text.
   const size_t zero = text.find('\0');
   require(zero == std::string_view::npos, "{}: expected JSON, got something else at byte {}", source, zero);

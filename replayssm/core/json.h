@@ -1,6 +1,7 @@
 // Strict reading of JSON files that strangers wrote: a parser with limits, and objects whose fields are checked.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -8,8 +9,10 @@
 
 namespace replayssm {
 
-// Nesting that parse_json accepts.
+// What parse_json accepts: nesting, bytes of text, and values (a tokenizer of 250,000 tokens has about 10^6).
 inline constexpr int kMaxJsonDepth = 32;
+inline constexpr size_t kMaxJsonBytes = size_t{128} << 20;
+inline constexpr size_t kMaxJsonValues = size_t{1} << 22;
 
 // The document in `text` (UTF-8). Throws Error, its line opening with `source` (a file's name), if the text is not one
 // JSON document, names a key twice in one object, nests deeper than kMaxJsonDepth, or has a number that no double

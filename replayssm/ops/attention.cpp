@@ -54,26 +54,30 @@ namespace {
 
 constexpr Floats kTag;
 
-// The scores of `Queries` queries with `Keys` keys.
+// The scores of `Queries` queries, 1 or 4, with `Keys` keys, 1 or 4.
 template <int Queries, int Keys>
 HWY_INLINE void score(const float* const* q, const float* const* keys, int64_t size, float scale, float* const* scores,
                       int64_t at) {
-  FloatVector sums[Queries][Keys];
-  for (int i = 0; i < Queries; ++i)
-    for (int j = 0; j < Keys; ++j) sums[i][j] = hn::Zero(kTag);
-  for_each_vector(size, [&](const auto& load, const auto&) HWY_ATTR {
+  FloatVector sums[Queries * Keys];
+  unrolled<Queries * Keys>([&](auto i) REPLAYSSM_INLINE { sums[i] = hn::Zero(kTag); });
+  for_each_vector(size, [&](const auto& load, const auto&) REPLAYSSM_INLINE {
     FloatVector key[Keys];
-#pragma GCC unroll 8
-    for (int j = 0; j < Keys; ++j) key[j] = load(keys[j]);
-#pragma GCC unroll 8
-    for (int i = 0; i < Queries; ++i) {
+    unrolled<Keys>([&](auto j) REPLAYSSM_INLINE { key[j] = load(keys[j]); });
+    unrolled<Queries>([&](auto i) REPLAYSSM_INLINE {
       const FloatVector query = load(q[i]);
-#pragma GCC unroll 8
-      for (int j = 0; j < Keys; ++j) sums[i][j] = hn::MulAdd(query, key[j], sums[i][j]);
-    }
+      unrolled<Keys>([&](auto j)
+                         REPLAYSSM_INLINE { sums[i * Keys + j] = hn::MulAdd(query, key[j], sums[i * Keys + j]); });
+    });
+  });
+  // One order of lanes in every form, so that a score does not depend on its neighbours.
+  HWY_ALIGN float totals[16];
+  constexpr int kLast = Queries * Keys - 1;
+  unrolled<(Queries * Keys + 3) / 4>([&](auto i) REPLAYSSM_INLINE {
+    sum_lanes_of_4(sums[4 * i], sums[std::min(4 * i + 1, kLast)], sums[std::min(4 * i + 2, kLast)],
+                   sums[std::min(4 * i + 3, kLast)], totals + 4 * i);
   });
   for (int i = 0; i < Queries; ++i)
-    for (int j = 0; j < Keys; ++j) scores[i][at + j] = scale * hn::GetLane(hn::SumOfLanes(kTag, sums[i][j]));
+    for (int j = 0; j < Keys; ++j) scores[i][at + j] = scale * totals[i * Keys + j];
 }
 
 template <int Queries>
@@ -111,27 +115,22 @@ HWY_INLINE float soften(float* scores, int count, float& maximum, float& total) 
 template <int Queries, int Vectors>
 HWY_INLINE void add_values(const float* const* values, int count, const float* const* weights, const float* factors,
                            float* const* sums, int64_t at) {
-  FloatVector out[Queries][Vectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < Queries; ++i)
-#pragma GCC unroll 8
-    for (int d = 0; d < Vectors; ++d)
-      out[i][d] = hn::Mul(hn::Set(kTag, factors[i]), hn::Load(kTag, sums[i] + at + d * kFloatLanes));
+  FloatVector out[Queries * Vectors];
+  unrolled<Queries * Vectors>([&](auto i) REPLAYSSM_INLINE {
+    out[i] = hn::Mul(hn::Set(kTag, factors[i / Vectors]),
+                     hn::Load(kTag, sums[i / Vectors] + at + i % Vectors * kFloatLanes));
+  });
   for (int j = 0; j < count; ++j) {
     FloatVector value[Vectors];
-#pragma GCC unroll 8
-    for (int d = 0; d < Vectors; ++d) value[d] = hn::LoadU(kTag, values[j] + at + d * kFloatLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < Queries; ++i) {
+    unrolled<Vectors>([&](auto d) REPLAYSSM_INLINE { value[d] = hn::LoadU(kTag, values[j] + at + d * kFloatLanes); });
+    unrolled<Queries>([&](auto i) REPLAYSSM_INLINE {
       const FloatVector weight = hn::Set(kTag, weights[i][j]);
-#pragma GCC unroll 8
-      for (int d = 0; d < Vectors; ++d) out[i][d] = hn::MulAdd(weight, value[d], out[i][d]);
-    }
+      unrolled<Vectors>(
+          [&](auto d) REPLAYSSM_INLINE { out[i * Vectors + d] = hn::MulAdd(weight, value[d], out[i * Vectors + d]); });
+    });
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < Queries; ++i)
-#pragma GCC unroll 8
-    for (int d = 0; d < Vectors; ++d) hn::Store(out[i][d], kTag, sums[i] + at + d * kFloatLanes);
+  unrolled<Queries * Vectors>(
+      [&](auto i) REPLAYSSM_INLINE { hn::Store(out[i], kTag, sums[i / Vectors] + at + i % Vectors * kFloatLanes); });
 }
 
 // The last elements of a head whose size is no multiple of a vector.

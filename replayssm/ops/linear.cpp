@@ -11,7 +11,6 @@
 #include <hwy/cache_control.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "replayssm/core/error.h"
 #include "replayssm/ops/vectors-inl.h"
@@ -26,6 +25,9 @@ constexpr int64_t kLinearBlockBytes = 1 << 20;
 constexpr int64_t kLinearPassInputs = 768;
 // Up to here weights are widened in registers; beyond, once a pass.
 constexpr int64_t kLinearDirectTokens = 12;
+// How far ahead of a product its row of weights is fetched: 93% of a plain read's speed instead of 86% (Xeon, AVX-512,
+// one thread, 2560 x 9216).
+constexpr int64_t kLinearAheadBytes = 512;
 // Outputs of a tile. The grid of the parallel loop, too, hence one number for every target.
 constexpr int64_t kLinearTileOutputs = 8;
 }  // namespace replayssm
@@ -36,7 +38,6 @@ namespace replayssm {
 namespace HWY_NAMESPACE {
 namespace {
 namespace hn = hwy::HWY_NAMESPACE;
-#define REPLAYSSM_INLINE HWY_ATTR __attribute__((always_inline))
 
 using Tag = hn::ScalableTag<float>;
 using Vec = hn::Vec<Tag>;
@@ -76,16 +77,6 @@ HWY_INLINE Vec widen_rest(const T* from, int64_t count) {
   return hn::Load(Tag(), lanes);
 }
 
-// Calls body(0), ..., body(count - 1) with constants: an array indexed by them alone stays in registers.
-template <typename Body, int... Index>
-HWY_INLINE void unrolled(std::integer_sequence<int, Index...>, const Body& body) {
-  (body(std::integral_constant<int, Index>()), ...);
-}
-template <int Count, typename Body>
-HWY_INLINE void unrolled(const Body& body) {
-  unrolled(std::make_integer_sequence<int, Count>(), body);
-}
-
 // The sums of a tile, `Rows` weight rows times `Tokens` tokens: lane l takes the inputs l, l + lanes, ... in that
 // order.
 template <int Rows, int Tokens>
@@ -106,7 +97,7 @@ HWY_INLINE void save(const Vec (&sums)[Rows * Tokens], float* to, int64_t row_st
       [&](auto i) REPLAYSSM_INLINE { hn::Store(sums[i], Tag(), to + i / Tokens * row_stride + i % Tokens * kLanes); });
 }
 
-template <int Rows, int Tokens, typename W>
+template <int Rows, int Tokens, bool IsFromMemory, typename W>
 HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, const float* x, int64_t x_stride,
                     int64_t count) {
   int64_t i = 0;
@@ -115,6 +106,7 @@ HWY_INLINE void add(Vec (&sums)[Rows * Tokens], const W* w, int64_t w_stride, co
     unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE { activations[t] = hn::LoadU(Tag(), x + t * x_stride + i); });
     unrolled<Rows>([&](auto r) REPLAYSSM_INLINE {
       const Vec weights = widen(w + r * w_stride + i);
+      if constexpr (IsFromMemory) hwy::Prefetch(w + r * w_stride + i + kLinearAheadBytes / sizeof(W));
       // Keeps g++ from loading a weight again for every product: two loads a cycle are the limit.
       asm volatile("" ::: "memory");
       unrolled<Tokens>([&](auto t) REPLAYSSM_INLINE {
@@ -204,8 +196,8 @@ void multiply_directly(const Linear& args, const W* weight, int64_t token_begin,
   for_each_tile(token_begin, token_end, [&](auto tokens, int64_t token) HWY_ATTR {
     Vec sums[Rows * tokens()];
     clear<Rows, tokens()>(sums);
-    add<Rows, tokens()>(sums, weight + output * args.inputs, args.inputs, args.x + token * args.x_stride, args.x_stride,
-                        args.inputs);
+    add<Rows, tokens(), true>(sums, weight + output * args.inputs, args.inputs, args.x + token * args.x_stride,
+                              args.x_stride, args.inputs);
     finish<Rows, tokens()>(sums, args, token, output);
   });
 }
@@ -235,8 +227,8 @@ void multiply_in_passes(const Linear& args, const W* weight, int64_t token_begin
         clear<Rows, tokens()>(sums);
       else
         load<Rows, tokens()>(sums, tile, kSavedStride);
-      add<Rows, tokens()>(sums, widened, kLinearPassInputs, args.x + token * args.x_stride + begin, args.x_stride,
-                          count);
+      add<Rows, tokens(), false>(sums, widened, kLinearPassInputs, args.x + token * args.x_stride + begin,
+                                 args.x_stride, count);
       if (begin + count < args.inputs)
         save<Rows, tokens()>(sums, tile, kSavedStride);
       else

@@ -1,4 +1,5 @@
-// What several ops do with a vector of floats: the last elements of an array, sigmoid and silu. Included once a target.
+// What several ops do with vectors of floats: loops in registers, the last elements of an array, sums of lanes, sigmoid
+// and silu. Compiled once per SIMD target.
 #if defined(REPLAYSSM_OPS_VECTORS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef REPLAYSSM_OPS_VECTORS_INL_H_
 #undef REPLAYSSM_OPS_VECTORS_INL_H_
@@ -11,6 +12,7 @@
 #include <hwy/contrib/math/math-inl.h>
 
 #include <cstdint>
+#include <utility>
 
 HWY_BEFORE_NAMESPACE();
 namespace replayssm {
@@ -20,6 +22,18 @@ namespace hn = hwy::HWY_NAMESPACE;
 using Floats = hn::ScalableTag<float>;
 using FloatVector = hn::Vec<Floats>;
 inline constexpr int64_t kFloatLanes = hn::MaxLanes(Floats());
+
+#define REPLAYSSM_INLINE HWY_ATTR __attribute__((always_inline))
+
+// Calls body(0), ..., body(count - 1) with constants: an array indexed by them alone stays in registers.
+template <typename Body, int... Index>
+HWY_INLINE void unrolled(std::integer_sequence<int, Index...>, const Body& body) {
+  (body(std::integral_constant<int, Index>()), ...);
+}
+template <int Count, typename Body>
+HWY_INLINE void unrolled(const Body& body) {
+  unrolled(std::make_integer_sequence<int, Count>(), body);
+}
 
 // The `count` < kFloatLanes elements at `from`, followed by zeros.
 HWY_INLINE FloatVector load_rest(const float* from, int64_t count) {
@@ -65,11 +79,11 @@ template <typename Body>
 HWY_INLINE void for_each_vector(int64_t size, const Body& body) {
   int64_t i = 0;
   for (; i + kFloatLanes <= size; i += kFloatLanes)
-    body([&](const float* p) HWY_ATTR { return hn::LoadU(Floats(), p + i); },
-         [&](FloatVector value, float* p) HWY_ATTR { hn::StoreU(value, Floats(), p + i); });
+    body([&](const float* p) REPLAYSSM_INLINE { return hn::LoadU(Floats(), p + i); },
+         [&](FloatVector value, float* p) REPLAYSSM_INLINE { hn::StoreU(value, Floats(), p + i); });
   if (i < size)
-    body([&](const float* p) HWY_ATTR { return load_rest(p + i, size - i); },
-         [&](FloatVector value, float* p) HWY_ATTR { store_rest(value, p + i, size - i); });
+    body([&](const float* p) REPLAYSSM_INLINE { return load_rest(p + i, size - i); },
+         [&](FloatVector value, float* p) REPLAYSSM_INLINE { store_rest(value, p + i, size - i); });
 }
 
 // e^x for x <= 88; a NaN stays one.

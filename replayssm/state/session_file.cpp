@@ -1,0 +1,267 @@
+// Saves and loads one sequence of a state pool.
+#include "replayssm/state/session_file.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "replayssm/core/error.h"
+#include "replayssm/core/safetensors.h"
+
+namespace replayssm {
+namespace {
+
+using Metadata = std::map<std::string, std::string>;
+
+constexpr const char* kFormat = "replayssm-session";
+constexpr const char* kVersion = "1";
+constexpr const char* kPrecision = "checkpoint fp32, ring fp32, convolution fp32, kv fp32";
+
+// One tensor of the file and the places of its floats in a pool, in the tensor's order; null: zeros.
+struct Part {
+  struct Run {
+    float* memory;
+    int64_t floats;
+  };
+  std::string name;
+  std::vector<int64_t> shape;
+  std::vector<Run> runs;
+
+  int64_t floats() const {
+    int64_t sum = 0;
+    for (const Run& run : runs) sum += run.floats;
+    return sum;
+  }
+};
+
+// Where one sequence lies in its pool.
+struct Place {
+  Handle handle;
+  Cursor cursor;
+  int32_t checkpoint;
+  std::span<const int32_t> pages;
+};
+
+// The records of a ring array [slots, heads, C, size].
+Part ring_part(std::string name, float* array, int64_t heads, int64_t size, int capacity, const Place& place) {
+  const Cursor cursor = place.cursor;
+  Part part{std::move(name), {heads, cursor.history, size}, {}};
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int i = 0; i < cursor.history; ++i) {
+      const int64_t record = (cursor.base + i) % capacity;
+      part.runs.push_back({array + ((place.handle.slot * heads + head) * capacity + record) * size, size});
+    }
+  }
+  return part;
+}
+
+// The products of each record with the older ones.
+Part gram_part(std::string name, const DeltaState& state, const Place& place) {
+  const int64_t base = place.cursor.base, history = place.cursor.history, heads = state.shape.key_heads;
+  const int64_t capacity = state.capacity;
+  Part part{std::move(name), {heads, history, history}, {}};
+  for (int64_t head = 0; head < heads; ++head) {
+    float* gram = state.ring_gram + (place.handle.slot * heads + head) * capacity * capacity;
+    for (int64_t i = 0; i < history; ++i) {
+      float* row = gram + (base + i) % capacity * capacity;
+      for (int64_t j = 0; j < i; ++j) part.runs.push_back({row + (base + j) % capacity, 1});
+      part.runs.push_back({nullptr, history - i});
+    }
+  }
+  return part;
+}
+
+void add_delta_parts(std::vector<Part>& parts, const std::string& prefix, const DeltaState& state,
+                     const Conv1dState& conv, const Place& place) {
+  const DeltaShape& shape = state.shape;
+  const int64_t G = shape.key_heads, H = shape.heads, V = shape.value_size, K = shape.key_size;
+  parts.push_back({prefix + "checkpoint", {H, V, K}, {{state.checkpoint + place.checkpoint * H * V * K, H * V * K}}});
+  const auto add = [&](const char* name, float* array, int64_t heads, int64_t size) -> Part& {
+    parts.push_back(ring_part(prefix + name, array, heads, size, state.capacity, place));
+    return parts.back();
+  };
+  add("ring_k", state.ring_k, G, K);
+  add("ring_k_scale", state.ring_k_scale, G, 1).shape.pop_back();
+  parts.push_back(gram_part(prefix + "ring_gram", state, place));
+  add("ring_v", state.ring_v, H, V);
+  add("ring_g", state.ring_g, H, shape.gate_size);
+  add("ring_beta", state.ring_beta, H, 1).shape.pop_back();
+
+  Part inputs{prefix + "convolution", {conv.width - 1, conv.channels}, {}};
+  for (int64_t back = conv.width - 1; back >= 1; --back) {
+    const int64_t input = (place.cursor.tokens() - back + conv.capacity) % conv.capacity;
+    inputs.runs.push_back(
+        {conv.window + (place.handle.slot * int64_t{conv.capacity} + input) * conv.channels, conv.channels});
+  }
+  parts.push_back(std::move(inputs));
+}
+
+Part kv_part(std::string name, float* array, const KvCache& cache, const Place& place) {
+  const int64_t tokens = place.cursor.tokens(), size = cache.head_size, page_tokens = cache.page_tokens;
+  Part part{std::move(name), {cache.kv_heads, tokens, size}, {}};
+  for (int64_t head = 0; head < cache.kv_heads; ++head) {
+    for (int64_t begin = 0; begin < tokens; begin += page_tokens) {
+      const int64_t page = place.pages[begin / page_tokens];
+      part.runs.push_back(
+          {array + (page * cache.kv_heads + head) * page_tokens * size, std::min(page_tokens, tokens - begin) * size});
+    }
+  }
+  return part;
+}
+
+std::vector<Part> parts_of(StatePool& pool, Handle handle) {
+  const Ledger& ledger = pool.ledger();
+  const Place place{handle, ledger.cursor(handle), ledger.checkpoint(handle), ledger.pages(handle)};
+  std::vector<Part> parts;
+  for (int index = 0; index < static_cast<int>(pool.layout().layers.size()); ++index) {
+    const std::string prefix = fmt::format("layers.{}.", index);
+    if (std::holds_alternative<DeltaLayer>(pool.layout().layers[index])) {
+      add_delta_parts(parts, prefix, pool.delta_state(index), pool.conv_state(index), place);
+    } else {
+      const KvCache cache = pool.kv_cache(index);
+      parts.push_back(kv_part(prefix + "k", cache.k, cache, place));
+      parts.push_back(kv_part(prefix + "v", cache.v, cache, place));
+    }
+  }
+  return parts;
+}
+
+// The hash of all that a file says: the metadata except the checksum, then the tensors by name.
+std::string checksum_of(const Metadata& metadata, const std::vector<Tensor>& tensors) {
+  const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state(XXH3_createState(), XXH3_freeState);
+  require(state != nullptr, "session: out of memory");
+  XXH3_64bits_reset(state.get());
+  const auto add_number = [&](uint64_t number) { XXH3_64bits_update(state.get(), &number, sizeof number); };
+  const auto add_bytes = [&](const void* bytes, size_t count) {
+    add_number(count);
+    XXH3_64bits_update(state.get(), bytes, count);
+  };
+  for (const auto& [key, value] : metadata) {
+    if (key == "checksum") continue;
+    add_bytes(key.data(), key.size());
+    add_bytes(value.data(), value.size());
+  }
+  std::map<std::string_view, const Tensor*> by_name;
+  for (const Tensor& tensor : tensors) by_name[tensor.name] = &tensor;
+  for (const auto& [name, tensor] : by_name) {
+    add_bytes(name.data(), name.size());
+    add_bytes(tensor->shape.data(), tensor->shape.size() * sizeof(int64_t));
+    add_number(static_cast<uint64_t>(tensor->dtype));
+    add_bytes(tensor->bytes.data(), tensor->bytes.size());
+  }
+  return fmt::format("{:016x}", XXH3_64bits_digest(state.get()));
+}
+
+const std::string& entry(const SafetensorsFile& file, const std::string& key) {
+  const auto at = file.metadata().find(key);
+  require(at != file.metadata().end(), "session {}: the metadata has no '{}'", file.path(), key);
+  return at->second;
+}
+
+void require_same(const SafetensorsFile& file, const std::string& key, std::string_view expected) {
+  const std::string& given = entry(file, key);
+  require(given == expected, "session {}: its {} is '{}', this pool's is '{}'", file.path(), key, given, expected);
+}
+
+int64_t number(const SafetensorsFile& file, const std::string& key, int64_t high) {
+  const std::string& text = entry(file, key);
+  int64_t value = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  require(error == std::errc() && end == text.data() + text.size() && value >= 0 && value <= high,
+          "session {}: {} must be a number of 0 to {}, given '{}'", file.path(), key, high, text);
+  return value;
+}
+
+// The tensor of each part, all of the shape that the part expects.
+std::vector<const Tensor*> match(const SafetensorsFile& file, const std::vector<Part>& parts) {
+  std::vector<const Tensor*> tensors;
+  for (const Part& part : parts) {
+    const Tensor* tensor = file.find(part.name);
+    require(tensor != nullptr, "session {}: tensor {} is missing", file.path(), part.name);
+    require(tensor->dtype == Dtype::kF32 && tensor->shape == part.shape,
+            "session {}: tensor {} must be F32 {}, given {} {}", file.path(), part.name, shape_text(part.shape),
+            dtype_name(tensor->dtype), shape_text(tensor->shape));
+    tensors.push_back(tensor);
+  }
+  require(file.tensors().size() == parts.size(), "session {}: expected {} tensors, given {}", file.path(), parts.size(),
+          file.tensors().size());
+  return tensors;
+}
+
+}  // namespace
+
+void save_session(StatePool& pool, Handle handle, const std::string& path) {
+  const Ledger& ledger = pool.ledger();
+  const Cursor cursor = ledger.cursor(handle);
+  require(!ledger.is_in_step(), "save: not while a step is begun; commit or abort it first");
+  require(!ledger.is_spoilt(handle), "save: the state of slot {} was lost when its step was aborted", handle.slot);
+
+  const std::vector<Part> parts = parts_of(pool, handle);
+  std::vector<std::vector<float>> contents;
+  std::vector<Tensor> tensors;
+  for (const Part& part : parts) {
+    std::vector<float>& floats = contents.emplace_back(part.floats());
+    float* out = floats.data();
+    for (const Part::Run& run : part.runs) {
+      if (run.memory != nullptr) std::copy_n(run.memory, run.floats, out);
+      out += run.floats;
+    }
+    tensors.push_back({part.name, Dtype::kF32, part.shape, std::as_bytes(std::span(floats))});
+  }
+  Metadata metadata = {{"format", kFormat},
+                       {"version", kVersion},
+                       {"model", pool.layout().model},
+                       {"layers", describe_layers(pool.layout())},
+                       {"precision", kPrecision},
+                       {"base", std::to_string(cursor.base)},
+                       {"history", std::to_string(cursor.history)}};
+  metadata["checksum"] = checksum_of(metadata, tensors);
+  write_safetensors(path, tensors, metadata);
+}
+
+Handle load_session(StatePool& pool, const std::string& path, int64_t max_tokens) {
+  const SafetensorsFile file(path);
+  require_same(file, "format", kFormat);
+  require_same(file, "version", kVersion);
+  require_same(file, "model", pool.layout().model);
+  require_same(file, "layers", describe_layers(pool.layout()));
+  require_same(file, "precision", kPrecision);
+  const std::string checksum = checksum_of(file.metadata(), file.tensors());
+  require(entry(file, "checksum") == checksum, "session {}: corrupt, its checksum is {}, its contents give {}", path,
+          entry(file, "checksum"), checksum);
+
+  Cursor cursor;
+  cursor.base = number(file, "base", int64_t{1} << 62);
+  cursor.history = static_cast<int32_t>(number(file, "history", std::numeric_limits<int32_t>::max()));
+  require(cursor.history <= pool.layout().window, "session {}: it has {} unfolded records, this pool's window holds {}",
+          path, cursor.history, pool.layout().window);
+  require(cursor.tokens() <= max_tokens, "session {}: it has {} tokens, the sequence may have only {}", path,
+          cursor.tokens(), max_tokens);
+
+  const Handle handle = pool.restore(cursor, max_tokens);
+  try {
+    const std::vector<Part> parts = parts_of(pool, handle);
+    const std::vector<const Tensor*> tensors = match(file, parts);
+    for (size_t index = 0; index < parts.size(); ++index) {
+      const std::byte* in = tensors[index]->bytes.data();
+      for (const Part::Run& run : parts[index].runs) {
+        if (run.memory != nullptr) std::memcpy(run.memory, in, run.floats * sizeof(float));
+        in += run.floats * sizeof(float);
+      }
+    }
+  } catch (...) {
+    pool.free(handle);
+    throw;
+  }
+  return handle;
+}
+
+}  // namespace replayssm

@@ -1,0 +1,29 @@
+// One sequence's state in a file: saved at any step, continued in any pool of the same model, bit for bit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "replayssm/state/pool.h"
+
+namespace replayssm {
+
+// Writes the state of `handle` to `path`, whole or not at all. The sequence does not change. Throws Error if the handle
+// is not a live sequence, if its step was aborted or a step is begun, or if the file cannot be written.
+//
+// The file is a safetensors file, all tensors F32, h the history and n the tokens of the cursor:
+//   layers.<i>.checkpoint [H, V, K]      layers.<i>.ring_k [G, h, K], ring_k_scale [G, h], ring_gram [G, h, h] (row:
+//   the later record; zero unless the column is earlier), ring_v [H, h, V], ring_g [H, h, gate], ring_beta [H, h]
+//   layers.<i>.convolution [W - 1, channels], the last inputs      layers.<i>.k, layers.<i>.v [M, n, D]
+// Records, inputs and keys lie in the order of their tokens, so the file does not depend on the pool's sizes. Its
+// metadata: format, version, model, layers, precision, base, history and checksum, the XXH3-64 of everything else.
+void save_session(StatePool& pool, Handle handle, const std::string& path);
+
+// Puts a saved sequence into `pool` as a new one of up to max_tokens tokens, which must hold those that it has. Model,
+// layers and precision must be the pool's. Slots, pages, context and the longest step may differ, and so may the window
+// L if the unfolded records fit: the state at each token has the same bits under any window, while a pulled-back
+// readout has the saved pool's bits only under its window. Throws Error that says what differs and both values, or what
+// is broken, or what did not fit; then the pool is as it was.
+Handle load_session(StatePool& pool, const std::string& path, int64_t max_tokens);
+
+}  // namespace replayssm
