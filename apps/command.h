@@ -6,6 +6,7 @@
 namespace replayssm {
 
 // `status` is the exit status of the process, 0 unless the subcommand sets it.
+void add_bench(CLI::App& command);
 void add_demo(CLI::App& command, int& status);
 void add_generate(CLI::App& command, int& status);
 void add_info(CLI::App& command);

@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
   replayssm::add_demo(command, status);
   replayssm::add_generate(command, status);
   replayssm::add_info(command);
+  replayssm::add_bench(command);
   try {
     command.parse(argc, argv);
     if (command.get_subcommands().empty()) return refuse("expected a subcommand; replayssm --help lists them");
