@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "apps/command.h"
+#include "apps/loading.h"
 #include "apps/terminal.h"
 #include "replayssm/core/error.h"
 #include "replayssm/core/simd.h"
@@ -24,13 +25,6 @@ constexpr const char* kPrompts[] = {
     "In general, the kernel",
 };
 constexpr float kRepetitionPenalty = 1.1f;
-
-struct DemoFlags {
-  std::string model;
-  int64_t new_tokens = 48;
-  int window = 16;
-  int threads = 0;
-};
 
 std::string completions(const Model& model, const DecoderRun& run) {
   std::string text;
@@ -54,12 +48,11 @@ std::string table(const std::vector<DecoderRun>& runs) {
   return text;
 }
 
-void run_demo(const DemoFlags& flags, int& status) {
+}  // namespace
+
+int run_demo(const DemoFlags& flags) {
   Device device(flags.threads);
-  const Model model = [&] {
-    const Progress progress("loading " + flags.model);
-    return load_model(flags.model);
-  }();
+  const Model model = load_shown(flags.model);
   std::vector<GenerationRequest> requests;
   for (const char* prompt : kPrompts) {
     GenerationRequest& request = requests.emplace_back();
@@ -69,29 +62,15 @@ void run_demo(const DemoFlags& flags, int& status) {
   }
   catch_interrupts();
   const std::vector<DecoderRun> runs = compare_decoders(model, device, requests, flags.window, is_interrupted);
-  if (runs.size() < 3) {
-    status = kInterruptedStatus;
-    return;
-  }
+  if (runs.size() < 3) return kInterruptedStatus;
   const DecoderRun& replay = runs[1];
   std::string text = completions(model, runs[0]);
   text += fmt::format("{} sequences in one batch, {} new tokens each, greedy; window {}, {} threads, {}\n\n",
                       requests.size(), flags.new_tokens, flags.window, device.threads().size(), simd_target());
   text += table(runs);
   text += fmt::format("\nidentical: {}\n", replay.is_identical ? "yes" : "no");
-  if (!write_out(text)) return;
-}
-
-}  // namespace
-
-void add_demo(CLI::App& command, int& status) {
-  auto flags = std::make_shared<DemoFlags>();
-  CLI::App* demo = command.add_subcommand("demo", "Completes built-in prompts in the three ways and compares them");
-  demo->add_option("MODEL", flags->model, "Model directory")->required();
-  demo->add_option("-n,--new-tokens", flags->new_tokens, "Tokens to add to each prompt")->capture_default_str();
-  demo->add_option("--window", flags->window, "Records kept unfolded by replay")->capture_default_str();
-  demo->add_option("--threads", flags->threads, "Threads; 0: one per core")->capture_default_str();
-  demo->callback([flags, &status] { run_demo(*flags, status); });
+  write_out(text);
+  return 0;
 }
 
 }  // namespace replayssm

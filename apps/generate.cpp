@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "apps/command.h"
+#include "apps/loading.h"
 #include "apps/terminal.h"
 #include "replayssm/core/error.h"
 #include "replayssm/model/generation.h"
@@ -22,19 +23,6 @@ namespace {
 constexpr int64_t kDefaultNewTokens = 128;
 constexpr int kMaxBatch = 4096;
 constexpr size_t kMaxPromptBytes = size_t{64} << 20;
-
-struct GenerateFlags {
-  std::string model;
-  std::vector<std::string> prompts;
-  std::vector<std::string> prompt_files;
-  std::optional<int64_t> new_tokens;
-  int batch = 1;
-  bool is_echoing = false;
-  SampleSettings sampling;
-  std::string decoder = "replay";
-  int window = 16;
-  int threads = 0;
-};
 
 std::string read_prompt(const std::string& path) {
   errno = 0;
@@ -154,15 +142,14 @@ void check_flags(const GenerateFlags& flags) {
   check_settings(flags.sampling);
 }
 
-void run_generate(const GenerateFlags& flags, int& status) {
+}  // namespace
+
+int run_generate(const GenerateFlags& flags) {
   check_flags(flags);
   const GenerationOptions options{.decoder = parse_decoder(flags.decoder), .window = flags.window};
   const std::vector<std::string> prompts = read_prompts(flags);
   Device device(flags.threads);
-  const Model model = [&] {
-    const Progress progress("loading " + flags.model);
-    return load_model(flags.model);
-  }();
+  const Model model = load_shown(flags.model);
   const std::vector<GenerationRequest> requests = requests_of(flags, prompts, model);
   Generation generation(model, device, requests, options);
   catch_interrupts();
@@ -175,49 +162,12 @@ void run_generate(const GenerateFlags& flags, int& status) {
   bool is_read = printer.update();
   while (is_read && !is_interrupted() && generation.step()) is_read = printer.update();
   if (is_read && is_interrupted()) is_read = printer.finish();
-  if (!is_read) return;
+  if (!is_read) return 0;
   print_statistics(generation.counts(), flags);
-  if (is_interrupted()) status = kInterruptedStatus;
   for (int index = 0; index < generation.sequences(); ++index)
     require(generation.ending(index) != Ending::kBadNumber, "sequence {}: the model's logits are not finite",
             index + 1);
-}
-
-}  // namespace
-
-void add_generate(CLI::App& command, int& status) {
-  auto flags = std::make_shared<GenerateFlags>();
-  CLI::App* generate = command.add_subcommand("generate", "Continues a prompt; the text goes to standard output");
-  generate->add_option("MODEL", flags->model, "Model directory in the Hugging Face layout")->required();
-  generate->add_option("-p,--prompt", flags->prompts, "Text to continue; may be given several times")
-      ->take_all()
-      ->allow_extra_args(false);
-  generate->add_option("--prompt-file", flags->prompt_files, "File whose text is continued; - is standard input")
-      ->take_all()
-      ->allow_extra_args(false);
-  generate->add_option("-n,--new-tokens", flags->new_tokens,
-                       "Most tokens to add to each prompt (default 128, or what the context leaves)");
-  generate->add_option("--batch", flags->batch, "Continuations of each prompt, decoded together")
-      ->capture_default_str();
-  generate->add_flag("--echo", flags->is_echoing, "Print the prompt before its continuation");
-  SampleSettings& sampling = flags->sampling;
-  generate->add_option("--temperature", sampling.temperature, "0: always the likeliest token")->capture_default_str();
-  generate->add_option("--top-k", sampling.top_k, "Draw from the k likeliest tokens; 0: from all")
-      ->capture_default_str();
-  generate->add_option("--top-p", sampling.top_p, "Draw from the likeliest tokens that sum to this probability")
-      ->capture_default_str();
-  generate->add_option("--min-p", sampling.min_p, "Drop tokens below this share of the likeliest one's probability")
-      ->capture_default_str();
-  generate->add_option("--repetition-penalty", sampling.repetition_penalty, "Above 1: avoid tokens that occurred")
-      ->capture_default_str();
-  generate->add_option("--seed", sampling.seed, "Seed of the draws; the same seed gives the same text")
-      ->capture_default_str();
-  generate->add_option("--decode", flags->decoder, "conventional, replay or exact (replay with conventional's bits)")
-      ->capture_default_str();
-  generate->add_option("--window", flags->window, "Records that replay keeps before it folds them into the state")
-      ->capture_default_str();
-  generate->add_option("--threads", flags->threads, "Threads; 0: one per core")->capture_default_str();
-  generate->callback([flags, &status] { run_generate(*flags, status); });
+  return is_interrupted() ? kInterruptedStatus : 0;
 }
 
 }  // namespace replayssm

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "apps/command.h"
+#include "apps/loading.h"
 #include "apps/terminal.h"
 #include "replayssm/core/error.h"
 #include "replayssm/model/checkpoint.h"
@@ -11,12 +12,6 @@
 
 namespace replayssm {
 namespace {
-
-struct InfoFlags {
-  std::string model;
-  int window = 16;
-  int step_tokens = 1;
-};
 
 std::string describe_model(const Model& model, int64_t parameters) {
   const ModelConfig& config = model.config;
@@ -64,26 +59,15 @@ int64_t count_parameters(const Checkpoint& checkpoint) {
   return parameters;
 }
 
-void run_info(const InfoFlags& flags) {
-  const Model model = [&] {
-    const Progress progress("loading " + flags.model);
-    return load_model(flags.model);
-  }();
+}  // namespace
+
+int run_info(const InfoFlags& flags) {
+  const Model model = load_shown(flags.model);
   const StateLayout layout = qwen_state_layout(model.config, model.weights, flags.window, flags.step_tokens, 16);
   check_layout(layout);
   const std::string text = describe_model(model, count_parameters(Checkpoint(flags.model))) + describe_state(layout);
-  if (!write_out(text)) return;
-}
-
-}  // namespace
-
-void add_info(CLI::App& command) {
-  auto flags = std::make_shared<InfoFlags>();
-  CLI::App* info = command.add_subcommand("info", "Says what a model is made of and what a sequence's state costs");
-  info->add_option("MODEL", flags->model, "Model directory in the Hugging Face layout")->required();
-  info->add_option("--window", flags->window, "Records that replay keeps before it folds them")->capture_default_str();
-  info->add_option("--step-tokens", flags->step_tokens, "Most tokens of a decoding step")->capture_default_str();
-  info->callback([flags] { run_info(*flags); });
+  write_out(text);
+  return 0;
 }
 
 }  // namespace replayssm

@@ -1,29 +1,111 @@
-// The `replayssm` command.
+// The `replayssm` command: its flags.
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <new>
 #include <string>
 
 #include "apps/command.h"
+#include "bench/ops.h"
 #include "replayssm/core/version.h"
 
+namespace replayssm {
 namespace {
+
+void add_demo(CLI::App& command, int& status) {
+  auto flags = std::make_shared<DemoFlags>();
+  CLI::App* demo = command.add_subcommand("demo", "Completes built-in prompts in the three ways and compares them");
+  demo->add_option("MODEL", flags->model, "Model directory")->required();
+  demo->add_option("-n,--new-tokens", flags->new_tokens, "Tokens to add to each prompt")->capture_default_str();
+  demo->add_option("--window", flags->window, "Records kept unfolded by replay")->capture_default_str();
+  demo->add_option("--threads", flags->threads, "Threads; 0: one per core")->capture_default_str();
+  demo->callback([flags, &status] { status = run_demo(*flags); });
+}
+
+void add_generate(CLI::App& command, int& status) {
+  auto flags = std::make_shared<GenerateFlags>();
+  CLI::App* generate = command.add_subcommand("generate", "Continues a prompt; the text goes to standard output");
+  generate->add_option("MODEL", flags->model, "Model directory in the Hugging Face layout")->required();
+  generate->add_option("-p,--prompt", flags->prompts, "Text to continue; may be given several times")
+      ->take_all()
+      ->allow_extra_args(false);
+  generate->add_option("--prompt-file", flags->prompt_files, "File whose text is continued; - is standard input")
+      ->take_all()
+      ->allow_extra_args(false);
+  generate->add_option("-n,--new-tokens", flags->new_tokens,
+                       "Most tokens to add to each prompt (default 128, or what the context leaves)");
+  generate->add_option("--batch", flags->batch, "Continuations of each prompt, decoded together")
+      ->capture_default_str();
+  generate->add_flag("--echo", flags->is_echoing, "Print the prompt before its continuation");
+  SampleSettings& sampling = flags->sampling;
+  generate->add_option("--temperature", sampling.temperature, "0: always the likeliest token")->capture_default_str();
+  generate->add_option("--top-k", sampling.top_k, "Draw from the k likeliest tokens; 0: from all")
+      ->capture_default_str();
+  generate->add_option("--top-p", sampling.top_p, "Draw from the likeliest tokens that sum to this probability")
+      ->capture_default_str();
+  generate->add_option("--min-p", sampling.min_p, "Drop tokens below this share of the likeliest one's probability")
+      ->capture_default_str();
+  generate->add_option("--repetition-penalty", sampling.repetition_penalty, "Above 1: avoid tokens that occurred")
+      ->capture_default_str();
+  generate->add_option("--seed", sampling.seed, "Seed of the draws; the same seed gives the same text")
+      ->capture_default_str();
+  generate->add_option("--decode", flags->decoder, "conventional, replay or exact (replay with conventional's bits)")
+      ->capture_default_str();
+  generate->add_option("--window", flags->window, "Records that replay keeps before it folds them into the state")
+      ->capture_default_str();
+  generate->add_option("--threads", flags->threads, "Threads; 0: one per core")->capture_default_str();
+  generate->callback([flags, &status] { status = run_generate(*flags); });
+}
+
+void add_info(CLI::App& command, int& status) {
+  auto flags = std::make_shared<InfoFlags>();
+  CLI::App* info = command.add_subcommand("info", "Says what a model is made of and what a sequence's state costs");
+  info->add_option("MODEL", flags->model, "Model directory in the Hugging Face layout")->required();
+  info->add_option("--window", flags->window, "Records that replay keeps before it folds them")->capture_default_str();
+  info->add_option("--step-tokens", flags->step_tokens, "Most tokens of a decoding step")->capture_default_str();
+  info->callback([flags, &status] { status = run_info(*flags); });
+}
+
+void add_bench(CLI::App& command) {
+  auto options = std::make_shared<bench::OpsOptions>();
+  CLI::App* bench = command.add_subcommand("bench", "Times the ops on this machine");
+  bench->require_subcommand(1);
+  CLI::App* ops = bench->add_subcommand("ops", "Times conventional, replay and exact decoding side by side");
+  ops->add_option("--op", options->op, "The op")->capture_default_str();
+  ops->add_option("--shape", options->shape, fmt::format("The layer: {}", fmt::join(bench::ops_shapes(), ", ")))
+      ->capture_default_str();
+  ops->add_option("--batch", options->batches, "Batch sizes, with commas between")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->capture_default_str();
+  ops->add_option("--window", options->window, "Records that replay keeps before it folds them")->capture_default_str();
+  ops->add_option("--tokens", options->tokens, "Tokens of a decoding step")->capture_default_str();
+  ops->add_option("--prefill", options->prefill_tokens, "Lengths of prompts to time as well, with commas between")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  ops->add_option("--threads", options->threads, "Threads; 0: one per core")->capture_default_str();
+  ops->add_option("--rounds", options->rounds, "Rounds to take the median of")->capture_default_str();
+  ops->add_option("--csv", options->csv, "File to append the figures to");
+  ops->callback([options] { bench::run_ops(*options); });
+}
 
 int refuse(const std::string& text) {
   std::fprintf(stderr, "replayssm: %s\n", text.substr(0, text.find('\n')).c_str());
-  return replayssm::kRefusedStatus;
+  return kRefusedStatus;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
   int status = 0;
   CLI::App command("Decodes hybrid state-space language models with ReplaySSM.", "replayssm");
   command.set_version_flag("--version", "replayssm " REPLAYSSM_VERSION);
   command.require_subcommand(0, 1);
-  replayssm::add_demo(command, status);
-  replayssm::add_generate(command, status);
-  replayssm::add_info(command);
+  add_demo(command, status);
+  add_generate(command, status);
+  add_info(command, status);
+  add_bench(command);
   try {
     command.parse(argc, argv);
     if (command.get_subcommands().empty()) return refuse("expected a subcommand; replayssm --help lists them");
@@ -36,4 +118,11 @@ int main(int argc, char** argv) {
     return refuse(error.what());
   }
   return status;
+}
+
+}  // namespace
+}  // namespace replayssm
+
+int main(int argc, char** argv) {
+  return replayssm::run(argc, argv);
 }

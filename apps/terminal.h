@@ -16,7 +16,7 @@ void catch_interrupts();
 bool is_interrupted();
 
 // Writes to standard output at once. Returns false if nobody reads it any more; throws Error if it fails otherwise.
-[[nodiscard]] bool write_out(std::string_view text);
+bool write_out(std::string_view text);
 
 // A line on standard error, "<verb> <name> ... 40%", that appears only on a terminal and only after a second, and goes
 // with the object.

@@ -18,10 +18,10 @@ own_includes() {
 }
 
 case ${1:-} in
-  rooms)  # core <- ops <- state <- model <- engine <- server <- apps
+  rooms)  # core <- ops <- state <- model <- engine <- server <- bench <- apps <- tests
     own_includes | awk '
-      BEGIN { n = split("core ops state model engine server apps", names); for (i = 1; i <= n; i++) rank[names[i]] = i
-              rank["tests"] = rank["bench"] = n + 1 }
+      BEGIN { n = split("core ops state model engine server bench apps tests", names)
+              for (i = 1; i <= n; i++) rank[names[i]] = i }
       { split($3, part, "/"); target = part[1] == "replayssm" ? part[2] : part[1]
         if (!($1 in rank) || !(target in rank) || rank[target] > rank[$1]) print $2 " includes " $3 }' ;;
   paths)  # include paths start at replayssm/ (or at the folder of an app, a test or a benchmark)
