@@ -120,6 +120,7 @@ class DeltaBench {
     reserve_tokens(int64_t{batch_} * prompt_tokens);
     std::vector<int32_t> begin;
     for (int b = 0; b <= batch_; ++b) begin.push_back(b * prompt_tokens);
+    set_ = sets_ - 1;  // always the first set: a prompt's state has just been cleared, so it is in the cache
     delta_prefill({state_, next_rows(), begin.data(), inputs(), out_.data()}, device_, workspace());
     bytes_ += batch_ * (2 * state_bytes() + prompt_tokens * token_bytes());
   }

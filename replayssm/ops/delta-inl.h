@@ -111,7 +111,7 @@ HWY_INLINE void first_products(const float* k_of_first, int key_size, const floa
   Floats sums[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) sums[r] = hn::Zero(d);
-  // Row after row: the hardware recognises one ascending stream, not eight at once.
+    // Row after row: the hardware recognises one ascending stream, not eight at once.
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < key_size; c += lanes) {
@@ -146,9 +146,9 @@ HWY_INLINE void update_record(const DeltaRecord& record, const float* next_k, in
     for (int r = 0; r < kRows; ++r) record.out[row + r] = readouts[r];
 }
 
-// The conventional recurrence over `count` >= 1 records for kBlocks blocks of kRows rows of one head's state, from `row`
-// on. This is the only place where a state is advanced, so every caller gets the same bits. The blocks take turns:
-// while the sums of one run through their dependent steps, another has arithmetic to do.
+// The conventional recurrence over `count` >= 1 records for kBlocks blocks of kRows rows of one head's state, from
+// `row` on. This is the only place where a state is advanced, so every caller gets the same bits. The blocks take
+// turns: while the sums of one run through their dependent steps, another has arithmetic to do.
 template <int kRows, int kBlocks>
 HWY_INLINE void update_rows(const DeltaRecord* records, int count, int row, int key_size, const float* state,
                             float* scratch) {

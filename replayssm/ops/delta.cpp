@@ -411,8 +411,8 @@ size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& devi
          device.threads().size();
 }
 
-// Calls kernel(begin, end, thread) for ranges of units: neighbours in memory where they can be, many for each thread, so
-// that rows that flush even out.
+// Calls kernel(begin, end, thread) for ranges of units: neighbours in memory where they can be, many for each thread,
+// so that rows that flush even out.
 template <typename Kernel>
 void for_each_key_head(const StateRows& rows, const DeltaShape& shape, Device& device, const Kernel& kernel) {
   const int64_t units = static_cast<int64_t>(rows.count) * shape.key_heads;

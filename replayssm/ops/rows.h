@@ -15,7 +15,7 @@ inline constexpr int32_t kPaddingSlot = -1;
 // One cursor (base, history) for all layers: `base` tokens are folded into the checkpoint and `history` more are
 // committed records of the ring. Record i of the history lies at ring position (base + i) % C; token t of the window
 // being decoded is record history + t. The arrays are read only; no op moves a cursor. No two rows that are not padding
-// may name one slot, and no row's checkpoint_out may be another row's checkpoint_in or checkpoint_out.
+// may name one slot, and a checkpoint that a row writes may be no other row's checkpoint_in or checkpoint_out.
 struct StateRows {
   int count = 0;                            // B
   const int32_t* slot = nullptr;            // [B] in 0 .. slots-1, or kPaddingSlot
