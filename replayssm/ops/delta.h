@@ -21,8 +21,8 @@
 
 namespace replayssm {
 
-// value_size: a multiple of 4. key_size: a multiple of 16, at most 256. heads % key_heads == 0. gate_size: 1 or
-// key_size.
+// value_size: a multiple of 4. key_size: a multiple of 16, at most 256. heads % key_heads == 0. gate_size: 1
+// (key_size, for KDA, is refused by this version).
 struct DeltaShape {
   int heads = 0;       // H
   int key_heads = 0;   // G
