@@ -65,8 +65,9 @@ int run_demo(const DemoFlags& flags) {
   if (runs.size() < 3) return kInterruptedStatus;
   const DecoderRun& replay = runs[1];
   std::string text = completions(model, runs[0]);
-  text += fmt::format("{} sequences in one batch, {} new tokens each, greedy; window {}, {} threads, {}\n\n",
-                      requests.size(), flags.new_tokens, flags.window, device.threads().size(), simd_target());
+  text += fmt::format(
+      "{} sequences in one batch, {} new tokens each, greedy (repetition penalty {}); window {}, {} threads, {}\n\n",
+      requests.size(), flags.new_tokens, kRepetitionPenalty, flags.window, device.threads().size(), simd_target());
   text += table(runs);
   text += fmt::format("\nidentical: {}\n", replay.is_identical ? "yes" : "no");
   write_out(text);
