@@ -158,8 +158,9 @@ class DeltaRig {
     base_.clear();
     history_.clear();
     for (int slot : slots) {
-      base_.push_back(slot == kPaddingSlot ? 0 : cursors[slot].base);
-      history_.push_back(slot == kPaddingSlot ? 0 : cursors[slot].history);
+      const bool has_cursor = slot >= 0 && slot < int(cursors.size());  // padding and wrong slots have none
+      base_.push_back(has_cursor ? cursors[slot].base : 0);
+      history_.push_back(has_cursor ? cursors[slot].history : 0);
     }
     checkpoint_out_ = slot_;
     return {int(slots.size()), slot_.data(), base_.data(), history_.data(), slot_.data(), checkpoint_out_.data()};
