@@ -27,7 +27,8 @@ struct ConvRig {
     std::vector<int32_t> history;
     for (int32_t slot : slots) {
       // Split the position in two: only the sum may matter.
-      const int64_t position = slot >= 0 && slot < state.slots ? positions[slot] : 0;
+      // Slots that do not exist are for the op to refuse.
+      const int64_t position = slot >= 0 && slot < int32_t(positions.size()) ? positions[slot] : 0;
       history.push_back(int32_t(position / 3));
       base.push_back(position - position / 3);
     }

@@ -158,9 +158,10 @@ class DeltaRig {
     base_.clear();
     history_.clear();
     for (int slot : slots) {
-      const bool has_cursor = slot >= 0 && slot < int(cursors.size());  // padding and wrong slots have none
-      base_.push_back(has_cursor ? cursors[slot].base : 0);
-      history_.push_back(has_cursor ? cursors[slot].history : 0);
+      // Slots that do not exist are for the op to refuse.
+      const Cursor cursor = slot >= 0 && slot < int(cursors.size()) ? cursors[slot] : Cursor();
+      base_.push_back(cursor.base);
+      history_.push_back(cursor.history);
     }
     checkpoint_out_ = slot_;
     return {int(slots.size()), slot_.data(), base_.data(), history_.data(), slot_.data(), checkpoint_out_.data()};
