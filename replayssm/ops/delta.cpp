@@ -132,7 +132,7 @@ struct DeltaScratch {
   float* weights;         // [C] in logical order (padded)
   float* products_q;      // [C, C + 3]: products_q[t][j] = q_t . k_j
   float* products_k;      // [C + 3]
-  float* state_rows;      // [kBlocksInTurn * kRowBlock, K]
+  float* state_rows;      // [kRowBlock, K]
   float* scales;          // [C]
   const float** rows;     // [C]
   const float** queries;  // [C]
@@ -151,7 +151,7 @@ DeltaScratch take_scratch(Carver& memory, const DeltaShape& shape, int capacity)
   scratch.weights = memory.take<float>(padded);
   scratch.products_q = memory.take<float>(static_cast<size_t>(capacity) * padded);
   scratch.products_k = memory.take<float>(padded);
-  scratch.state_rows = memory.take<float>(static_cast<size_t>(kBlocksInTurn) * kRowBlock * shape.key_size);
+  scratch.state_rows = memory.take<float>(static_cast<size_t>(kRowBlock) * shape.key_size);
   scratch.scales = memory.take<float>(padded);
   scratch.rows = memory.take<const float*>(capacity);
   scratch.queries = memory.take<const float*>(capacity);

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Times the state-space ops on this machine and appends to bench/results/NAME.csv: tools/bench_cpu.sh NAME. Wants an idle machine.
+set -euo pipefail
+root=$(dirname "$(dirname "$(readlink -f "$0")")")
+csv=$root/bench/results/${1:?expected a name for the machine}.csv
+"$root/run" bench ops --op delta --shape qwen3.5-4b --batch 1,8,32 --window 16 --tokens 1 --prefill 64,512 --csv "$csv"
+"$root/run" bench ops --op delta --shape qwen3.5-4b --batch 1,8,32 --window 8 --tokens 1 --csv "$csv"
+"$root/run" bench ops --op delta --shape qwen3.5-4b --batch 1,32 --window 16 --tokens 4 --csv "$csv"
