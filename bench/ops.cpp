@@ -286,6 +286,8 @@ void check(const OpsOptions& options) {
   for (int batch : options.batches) require(batch >= 1 && batch <= 1024, "--batch: expected 1 to 1024, got {}", batch);
   for (int tokens : options.prefill_tokens)
     require(tokens >= 1 && tokens <= 65536, "--prefill: expected 1 to 65536 tokens, got {}", tokens);
+  require(options.csv.empty() || std::ofstream(options.csv, std::ios::app).good(), "--csv: cannot write '{}'",
+          options.csv);
 }
 
 }  // namespace
