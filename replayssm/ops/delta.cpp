@@ -252,7 +252,7 @@ void append_records(const DeltaState& state, const DeltaWindow& window, const De
 }
 
 // The coefficients c_j of the query at window token t, by back substitution over the n records in view: on return
-// coefficients[j] = c_j and decays[j] = e^{s_n - s_j} in logical order; returns e^{s_n}.
+// weights[j] = c_j and decays[j] = e^{s_n - s_j} in logical order; returns e^{s_n}.
 float solve_coefficients(const DeltaState& state, const DeltaWindow& window, int t, int head,
                          const DeltaScratch& scratch) {
   const int C = state.capacity, n = window.history + t + 1;
