@@ -50,8 +50,7 @@ Tokenizer fixture_tokenizer(const std::string& name) {
   return Tokenizer(file.text(), name);
 }
 
-void expect_same_ids(const std::string& name, size_t count) {
-  const Tokenizer tokenizer = fixture_tokenizer(name);
+void expect_same_ids(const Tokenizer& tokenizer, const std::string& name, size_t count) {
   const std::vector<Case> cases = cases_of(name);
   EXPECT_GE(cases.size(), count);
   for (const Case& one : cases) EXPECT_EQ(tokenizer.encode(one.text), one.ids) << json(one.text).dump();
@@ -69,10 +68,15 @@ std::string streamed(const Tokenizer& tokenizer, const Ids& ids) {
 }
 
 TEST(Tokenizer, AgreesWithTokenizersPackage) {
-  expect_same_ids("qwen2", 1000);
-  expect_same_ids("qwen35", 1000);
-  expect_same_ids("gpt2", 500);
-  expect_same_ids("whole_words", 300);
+  expect_same_ids(fixture_tokenizer("qwen2"), "qwen2", 1000);
+  expect_same_ids(fixture_tokenizer("qwen35"), "qwen35", 1000);
+  expect_same_ids(fixture_tokenizer("gpt2"), "gpt2", 500);
+  expect_same_ids(fixture_tokenizer("whole_words"), "whole_words", 300);
+}
+
+TEST(Tokenizer, TheShippedOneAgreesToo) {
+  const MappedFile file(REPLAYSSM_SOURCE_DIR "/models/gdn-tiny/tokenizer.json");
+  expect_same_ids(Tokenizer(file.text(), "gdn-tiny"), "gdn-tiny", 10);
 }
 
 TEST(Tokenizer, FixtureStringsComeBack) {

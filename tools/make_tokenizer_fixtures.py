@@ -195,6 +195,18 @@ def main():
         lines = "".join(json.dumps(case, ensure_ascii=False, separators=(",", ":")) + "\n" for case in cases)
         (OUT / f"{make.__name__}.cases.jsonl").write_text(lines, encoding="utf-8")
         print(f"{make.__name__}: {tokenizer.get_vocab_size()} tokens, {len(cases)} strings")
+    write_shipped_cases()
+
+
+def write_shipped_cases():
+    """Stretches of the held-out text under the tokenizer of the model that ships."""
+    model = pathlib.Path(__file__).resolve().parent.parent / "models/gdn-tiny"
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    text = (model / "heldout.txt").read_bytes().decode()
+    cases = [[text[i:i + 1000], tokenizer.encode(text[i:i + 1000]).ids] for i in range(0, len(text), 10000)]
+    lines = "".join(json.dumps(case, ensure_ascii=False, separators=(",", ":")) + "\n" for case in cases)
+    (OUT / "gdn-tiny.cases.jsonl").write_text(lines, encoding="utf-8")
+    print(f"gdn-tiny: {len(cases)} strings")
 
 
 if __name__ == "__main__":
