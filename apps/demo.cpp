@@ -1,5 +1,4 @@
 // `replayssm demo`: a batch of built-in prompts, decoded in the three ways.
-#include <memory>
 #include <string>
 #include <vector>
 

@@ -341,6 +341,29 @@ TEST(Delta, ABadNumberStaysHome) {
   }
 }
 
+// A gate that is no number must show in that row's outputs, whichever way they are computed.
+TEST(Delta, ABadGateIsSeen) {
+  Device device(1);
+  const DeltaShape shape = {2, 1, 32, 8, 1};
+  std::mt19937_64 random(18);
+  DeltaRig rig(shape, 4, 8, 1, device);
+  DeltaInputs inputs(shape, 3, random);
+  const int replayed = 0, exact = 1, stepped = 2, prefilled = 3;
+  for (int t = 0; t < 3; ++t) {
+    if (t == 1) inputs.g[1 * 2] = std::numeric_limits<float>::quiet_NaN();
+    const bool is_good = t == 0;
+    const auto is_finite = [](const std::vector<float>& out) {
+      return std::ranges::count_if(out, [](float x) { return !std::isfinite(x); }) == 0;
+    };
+    EXPECT_EQ(is_finite(rig.decode({replayed}, 1, inputs.tokens(t), DeltaReadout::kPulledBack)), is_good) << t;
+    EXPECT_EQ(is_finite(rig.decode({exact}, 1, inputs.tokens(t), DeltaReadout::kExact)), is_good) << t;
+    EXPECT_EQ(is_finite(rig.step({stepped}, inputs.tokens(t))), is_good) << t;
+    EXPECT_EQ(is_finite(rig.prefill({prefilled}, {0, 1}, inputs.tokens(t))), is_good) << t;
+    rig.commit(replayed, 1);
+    rig.commit(exact, 1);
+  }
+}
+
 // Law 2's teeth: every kind of stored number is needed, and one wrong record leaves the bound by far.
 TEST(Delta, ACorruptedRecordIsSeen) {
   Device device(1);

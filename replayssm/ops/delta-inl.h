@@ -55,7 +55,7 @@ inline constexpr int kExpPadding = 16;
 HWY_INLINE void exp_in_place(float* values, int count) {
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
-  for (int i = 0; i < count; i += lanes) hn::StoreU(hn::Exp(d, hn::LoadU(d, values + i)), d, values + i);
+  for (int i = 0; i < count; i += lanes) hn::StoreU(exponential(hn::LoadU(d, values + i)), d, values + i);
 }
 
 // One token as one value head sees it. `out` and `state_out` may be null.

@@ -237,7 +237,7 @@ HWY_INLINE void prepare_head(const DeltaWindow& window, int head, const PrefillS
     for (int j = 0; j <= i; j += lanes) {
       // Later tokens get no positive exponent; their entries are cleared below.
       const Floats exponent = hn::Min(hn::Sub(own_sum, hn::LoadU(d, scratch.sums + j)), hn::Zero(d));
-      const Floats decay = hn::Exp(d, exponent);
+      const Floats decay = exponential(exponent);
       hn::StoreU(hn::Mul(hn::Mul(minus_beta, decay), hn::LoadU(d, keys + j)), d, solve + j);
       hn::StoreU(hn::Mul(decay, hn::LoadU(d, queries + j)), d, mix + j);
     }

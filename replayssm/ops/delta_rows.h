@@ -1,7 +1,6 @@
 // Internal to the delta ops: one row's window and the places of its records, and the checks at the ops' doors.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
