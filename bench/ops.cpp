@@ -101,7 +101,7 @@ class DeltaBench {
     bytes_ += batch_ * (2 * state_bytes() + token_bytes());
   }
 
-  void decode(DeltaReadout readout) {
+  void decode(Readout readout) {
     const StateRows rows = next_rows();
     delta_decode({state_, rows, tokens_, inputs(), readout, out_.data()}, device_, workspace());
     for (int b = 0; b < batch_; ++b) {
@@ -224,8 +224,8 @@ void add_results(const OpsOptions& options, int batch, Device& device, std::vect
       conventional.add(bench, calls, update, [&] { bench.step(); });
     }
     bench.spread_cursors();
-    replay.add(bench, calls, read, [&] { bench.decode(DeltaReadout::kPulledBack); });
-    exact.add(bench, calls, read, [&] { bench.decode(DeltaReadout::kExact); });
+    replay.add(bench, calls, read, [&] { bench.decode(Readout::kDirect); });
+    exact.add(bench, calls, read, [&] { bench.decode(Readout::kExact); });
   }
   if (options.tokens == 1) results.push_back(conventional.result("delta", "conventional", batch, 1));
   results.push_back(replay.result("delta", "replay", batch, options.tokens));

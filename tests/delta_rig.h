@@ -124,7 +124,7 @@ class DeltaRig {
 
   // A window a slot, not yet committed; a flush has moved the cursor to the folded state.
   std::vector<float> decode(const std::vector<int>& slots, int tokens_per_row, const DeltaTokens& tokens,
-                            DeltaReadout readout) {
+                            Readout readout) {
     std::vector<float> out = poisoned(slots.size() * tokens_per_row * out_size());
     delta_decode({state, rows(slots), tokens_per_row, tokens, readout, out.data()}, device_, workspace());
     for (int slot : slots)

@@ -80,7 +80,7 @@ class MiniModel {
   Device& device() { return device_; }
   std::span<std::byte> workspace() { return {workspace_.data(), workspace_.size()}; }
 
-  DeltaReadout readout = DeltaReadout::kPulledBack;
+  Readout readout = Readout::kDirect;
   int history_shift = 0;  // added to every cursor that the ops see: a fault to find
 
   // Begins a step and runs it up to its outputs; commit is left to the caller.

@@ -47,7 +47,7 @@ struct QwenFixture {
   QwenWeights weights;
 };
 
-enum class Decoder { kConventional, kPulledBack, kExact };
+enum class Decoder { kConventional, kDirect, kExact };
 
 struct RigOptions {
   int threads = 1;
@@ -68,7 +68,7 @@ class QwenRig {
 
   // Runs and commits a step; the logits of all its tokens, [N, vocabulary].
   std::vector<float> step(StepKind kind, const std::vector<Handle>& rows, const std::vector<int>& counts,
-                          const std::vector<int32_t>& token, DeltaReadout readout = DeltaReadout::kPulledBack,
+                          const std::vector<int32_t>& token, Readout readout = Readout::kDirect,
                           const std::vector<int>& accepted = {}) {
     const StepPlan& plan = pool.begin_step(kind, rows, counts);
     std::vector<int32_t> wanted(token.size());
@@ -94,7 +94,7 @@ class QwenRig {
                             const std::vector<int>& accepted = {}) {
     const std::vector<int> counts(rows.size(), static_cast<int>(token.size() / rows.size()));
     return step(decoder == Decoder::kConventional ? StepKind::kConventional : StepKind::kReplay, rows, counts, token,
-                decoder == Decoder::kExact ? DeltaReadout::kExact : DeltaReadout::kPulledBack, accepted);
+                decoder == Decoder::kExact ? Readout::kExact : Readout::kDirect, accepted);
   }
 
  private:

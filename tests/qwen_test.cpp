@@ -42,9 +42,8 @@ struct DecodeCase {
   Decoder decoder;
   int tokens, window;
 };
-const DecodeCase kDecodeCases[] = {{Decoder::kConventional, 1, 8}, {Decoder::kPulledBack, 1, 16},
-                                   {Decoder::kPulledBack, 1, 5},   {Decoder::kPulledBack, 4, 8},
-                                   {Decoder::kExact, 1, 6},        {Decoder::kExact, 2, 5}};
+const DecodeCase kDecodeCases[] = {{Decoder::kConventional, 1, 8}, {Decoder::kDirect, 1, 16}, {Decoder::kDirect, 1, 5},
+                                   {Decoder::kDirect, 4, 8},       {Decoder::kExact, 1, 6},   {Decoder::kExact, 2, 5}};
 
 // The logits of positions kPrompt .. end, decoded after a prefill.
 std::vector<float> decode_text(QwenRig& rig, const ExpectedLogits& text, const DecodeCase& c) {
@@ -75,7 +74,7 @@ TEST(Qwen, DecodingHasTheLogitsOfTransformers) {
 // Rejected tokens leave no trace: each window ends in tokens that are not the text's.
 TEST(Qwen, RejectedTokensChangeNothing) {
   const ExpectedLogits expected(kModels[0]);
-  for (Decoder decoder : {Decoder::kPulledBack, Decoder::kExact}) {
+  for (Decoder decoder : {Decoder::kDirect, Decoder::kExact}) {
     QwenRig rig(fixture(kModels[0]), {.window = 9, .max_step_tokens = 4});
     const Handle row = rig.pool.allocate(200);
     rig.prefill(row, std::span(expected.token).first(kPrompt));
@@ -126,9 +125,9 @@ TEST(Qwen, CorruptedStateIsSeen) {
       QwenRig rig(fixture(name), {.window = 16});
       const Handle row = rig.pool.allocate(200);
       rig.prefill(row, std::span(expected.token).first(kPrompt));
-      for (int n = kPrompt; n < kPrompt + 3; ++n) rig.decode(Decoder::kPulledBack, {row}, {expected.token[n]});
+      for (int n = kPrompt; n < kPrompt + 3; ++n) rig.decode(Decoder::kDirect, {row}, {expected.token[n]});
       if (f < std::size(faults)) faults[f](rig, row);
-      const auto logits = rig.decode(Decoder::kPulledBack, {row}, {expected.token[kPrompt + 3]});
+      const auto logits = rig.decode(Decoder::kDirect, {row}, {expected.token[kPrompt + 3]});
       const double error = relative_error(logits, expected.rows(kPrompt + 3, kPrompt + 4));
       if (f < std::size(faults))
         EXPECT_GT(error, kFaultBound) << name << " fault " << f;
@@ -294,7 +293,7 @@ TEST(Qwen, AnySplitOfAPromptGivesTheSameLogits) {
 // A NaN in one sequence's state ends in that sequence's logits alone.
 TEST(Qwen, ABadNumberStaysInItsRow) {
   const ExpectedLogits expected(kModels[0]);
-  for (Decoder decoder : {Decoder::kConventional, Decoder::kPulledBack, Decoder::kExact}) {
+  for (Decoder decoder : {Decoder::kConventional, Decoder::kDirect, Decoder::kExact}) {
     QwenRig good(fixture(kModels[0]), {.threads = 2}), bad(fixture(kModels[0]), {.threads = 2});
     std::vector<Handle> rows[2];
     QwenRig* rigs[] = {&good, &bad};
@@ -325,19 +324,19 @@ TEST(Qwen, StepsAllocateNothing) {
   const std::vector<int> prompt = {20, 7}, one = {1, 1};
   const std::vector<int32_t> token(27, 3), wanted = {0, 1};
   std::vector<float> logits = poisoned(2 * 187);
-  const auto run = [&](StepKind kind, const std::vector<int>& counts, DeltaReadout readout) {
+  const auto run = [&](StepKind kind, const std::vector<int>& counts, Readout readout) {
     const StepPlan& plan = rig.pool.begin_step(kind, rows, counts);
     rig.model.forward(
         {.plan = &plan, .token = token.data(), .readout = readout, .logit_token = wanted, .logits = logits.data()},
         rig.pool);
     rig.pool.commit();
   };
-  run(StepKind::kPrefill, prompt, DeltaReadout::kExact);  // the pool's array of positions may grow once
+  run(StepKind::kPrefill, prompt, Readout::kExact);  // the pool's array of positions may grow once
   const AllocationLimit limit(0);
-  run(StepKind::kPrefill, prompt, DeltaReadout::kExact);
+  run(StepKind::kPrefill, prompt, Readout::kExact);
   for (int step = 0; step < 12; ++step) {
-    run(StepKind::kReplay, one, step % 2 == 0 ? DeltaReadout::kPulledBack : DeltaReadout::kExact);
-    run(StepKind::kConventional, one, DeltaReadout::kExact);
+    run(StepKind::kReplay, one, step % 2 == 0 ? Readout::kDirect : Readout::kExact);
+    run(StepKind::kConventional, one, Readout::kExact);
   }
   EXPECT_EQ(limit.used_bytes(), 0u);
 }

@@ -169,7 +169,7 @@ TEST(StatePool, OnlyCommittedRecordsAreEverFolded) {
 
 TEST(StatePool, RollbackMovesNoStateBytes) {
   MiniModel model(mini_layout(kWindow, kMaxStep));
-  model.readout = DeltaReadout::kExact;
+  model.readout = Readout::kExact;
   StatePool conventional(model.layout(), slots(model.layout(), 1));
   Lane plain = lane_in(conventional, 1);
   for (int step = 0; step < 60; ++step) advance(model, conventional, {&plain}, StepKind::kConventional, 1);

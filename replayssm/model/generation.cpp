@@ -187,7 +187,7 @@ void Generation::decode_tokens() {
     row_tokens_.push_back(sequence.tokens.back());
   }
   const StepKind kind = decoder_ == Decoder::kConventional ? StepKind::kConventional : StepKind::kReplay;
-  const DeltaReadout readout = decoder_ == Decoder::kExact ? DeltaReadout::kExact : DeltaReadout::kPulledBack;
+  const Readout readout = decoder_ == Decoder::kExact ? Readout::kExact : Readout::kDirect;
   const StepPlan& plan = pool_.begin_step(kind, handles_, {ones_.data(), count});
   counts_.traffic += step_traffic(pool_.layout(), plan, readout);
   counts_.flushes += plan.flushes;

@@ -30,7 +30,7 @@ struct QwenStep {
   const StepPlan* plan = nullptr;
   const int32_t* token = nullptr;  // [plan->tokens] of 0 .. vocabulary-1; of padding rows too
   // How a replay step reads the state; conventional and prefill steps do not use it.
-  DeltaReadout readout = DeltaReadout::kPulledBack;
+  Readout readout = Readout::kDirect;
   // The tokens whose logits are wanted, each an index of 0 .. plan->tokens-1, and their logits. Those of padding rows
   // are finite and mean nothing.
   std::span<const int32_t> logit_token;

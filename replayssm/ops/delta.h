@@ -60,14 +60,6 @@ struct DeltaTokens {
   int64_t q_stride = 0, k_stride = 0, v_stride = 0;
 };
 
-enum class DeltaReadout {
-  // The query is pulled back through the records: o = e^{s_n} S0 (q^ - sum_j c_j k^_j) + sum_j e^{s_n - s_j} c_j v_j,
-  // c_j = beta_j (k^_j.q^ - sum_{i>j} c_i k^_j.k^_i), s_j the inclusive prefix sum of g. Reads S0 once, writes nothing.
-  kPulledBack,
-  // The recurrence is run over the records without writing its result: the outputs have delta_step's bits.
-  kExact,
-};
-
 // Conventional decoding: one token a row. Folds the row's history, if any, steps, and writes checkpoint_out.
 struct DeltaStep {
   DeltaState state;
@@ -86,7 +78,10 @@ struct DeltaDecode {
   StateRows rows;
   int tokens_per_row = 1;  // T <= C - L
   DeltaTokens tokens;      // N = B * T, a row's tokens together
-  DeltaReadout readout = DeltaReadout::kPulledBack;
+  // kDirect pulls the query back through the records, and reads the checkpoint once without writing it:
+  //   o = e^{s_n} S0 (q^ - sum_j c_j k^_j) + sum_j e^{s_n - s_j} c_j v_j
+  //   c_j = beta_j (k^_j.q^ - sum_{i>j} c_i k^_j.k^_i), s_j the inclusive prefix sum of g
+  Readout readout = Readout::kDirect;
   float* out = nullptr;  // [B * T, H, V]
 };
 void delta_decode(const DeltaDecode& args, Device& device, std::span<std::byte> workspace);

@@ -6,7 +6,7 @@ namespace replayssm {
 namespace {
 
 // One row of one layer, in numbers of FP32 values.
-StateTraffic row_traffic(const DeltaLayer& layer, StepKind kind, DeltaReadout readout, int64_t history, int64_t tokens,
+StateTraffic row_traffic(const DeltaLayer& layer, StepKind kind, Readout readout, int64_t history, int64_t tokens,
                          int64_t kept_inputs, bool is_flushing) {
   const DeltaShape& shape = layer.shape;
   const int64_t checkpoint = int64_t{shape.heads} * shape.value_size * shape.key_size;
@@ -18,7 +18,7 @@ StateTraffic row_traffic(const DeltaLayer& layer, StepKind kind, DeltaReadout re
   if (!is_replay || is_flushing) written += checkpoint;
   if (is_replay) {
     const int64_t kept = is_flushing ? 0 : history;
-    if (readout == DeltaReadout::kPulledBack) read += shape.key_heads * (kept * (kept - 1) / 2);
+    if (readout == Readout::kDirect) read += shape.key_heads * (kept * (kept - 1) / 2);
     written += tokens * record + shape.key_heads * (tokens * kept + tokens * (tokens - 1) / 2);
   }
   return {static_cast<size_t>(read) * sizeof(float), static_cast<size_t>(written) * sizeof(float)};
@@ -26,7 +26,7 @@ StateTraffic row_traffic(const DeltaLayer& layer, StepKind kind, DeltaReadout re
 
 }  // namespace
 
-StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, DeltaReadout readout) {
+StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, Readout readout) {
   StateTraffic sum;
   for (const StateLayer& any : layout.layers) {
     const DeltaLayer* layer = std::get_if<DeltaLayer>(&any);
