@@ -73,7 +73,7 @@ class DeltaBench {
     state_.ring_k_scale = place(k_scale_, shape.key_heads * C, 0.05f, 0.1f);
     state_.ring_gram = place(gram_, shape.key_heads * C * C, -0.1f, 0.1f);
     state_.ring_v = place(v_, shape.heads * C * shape.value_size, -1, 1);
-    state_.ring_g = place(g_, shape.heads * C, -0.1f, 0);
+    state_.ring_decay = place(g_, shape.heads * C, -0.1f, 0);
     state_.ring_beta = place(beta_, shape.heads * C, 0, 1);
     cycle_ = std::max(1, window / tokens);
     base_.assign(slots, 0);

@@ -29,6 +29,8 @@ struct DeltaShape {
   int key_size = 0;    // K
   int value_size = 0;  // V
   int gate_size = 1;
+
+  friend bool operator==(const DeltaShape&, const DeltaShape&) = default;
 };
 
 // One layer's state for all slots of a pool. The ring keeps the inputs of the recurrence, nothing computed from a read

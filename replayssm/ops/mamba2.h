@@ -29,6 +29,8 @@ struct Mamba2Shape {
   int groups = 0;      // G
   int head_size = 0;   // P
   int state_size = 0;  // N
+
+  friend bool operator==(const Mamba2Shape&, const Mamba2Shape&) = default;
 };
 
 // One layer's state for all slots of a pool. The ring keeps the inputs of the recurrence, nothing computed from a read
@@ -43,6 +45,7 @@ struct Mamba2State {
   float* ring_x = nullptr;      // [slots, H, C, P]
   float* ring_b = nullptr;      // [slots, G, C, N]
   float* ring_dt = nullptr;     // [slots, H, C] dt'
+  float* ring_decay = nullptr;  // [slots, H, C] e^(A dt')
 };
 
 // The layer's weights.
@@ -107,7 +110,6 @@ void mamba2_prefill(const Mamba2Prefill& args, Device& device, std::span<std::by
 struct Mamba2Materialise {
   Mamba2State state;
   StateRows rows;
-  Mamba2Heads heads;
 };
 void mamba2_materialise(const Mamba2Materialise& args, Device& device, std::span<std::byte> workspace);
 
