@@ -97,7 +97,7 @@ class DeltaRig {
     state.ring_k_scale = ring_k_scale.data();
     state.ring_gram = ring_gram.data();
     state.ring_v = ring_v.data();
-    state.ring_g = ring_g.data();
+    state.ring_decay = ring_g.data();
     state.ring_beta = ring_beta.data();
     const size_t bytes = delta_workspace_bytes(shape, capacity, device);
     workspace_ = Buffer<float>(bytes / sizeof(float));
@@ -124,7 +124,7 @@ class DeltaRig {
 
   // A window a slot, not yet committed; a flush has moved the cursor to the folded state.
   std::vector<float> decode(const std::vector<int>& slots, int tokens_per_row, const DeltaTokens& tokens,
-                            DeltaReadout readout) {
+                            Readout readout) {
     std::vector<float> out = poisoned(slots.size() * tokens_per_row * out_size());
     delta_decode({state, rows(slots), tokens_per_row, tokens, readout, out.data()}, device_, workspace());
     for (int slot : slots)

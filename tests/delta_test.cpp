@@ -38,8 +38,8 @@ TEST(Delta, ErrorDoesNotGrowWithLength) {
   for (int t = 0; t < 8192; ++t) {
     const std::vector<double> expected = inputs.step(oracle, t);
     const std::vector<float> step = rig.step({0}, inputs.tokens(t));
-    const std::vector<float> replay = rig.decode({1}, 1, inputs.tokens(t), DeltaReadout::kPulledBack);
-    const std::vector<float> exact = rig.decode({2}, 1, inputs.tokens(t), DeltaReadout::kExact);
+    const std::vector<float> replay = rig.decode({1}, 1, inputs.tokens(t), Readout::kDirect);
+    const std::vector<float> exact = rig.decode({2}, 1, inputs.tokens(t), Readout::kExact);
     rig.commit(1, 1);
     rig.commit(2, 1);
     if (t < 500 || (t >= 512 && t < 8180)) continue;
@@ -68,8 +68,8 @@ void replay_beside_step(const DeltaShape& shape, int window, int max_tokens, int
     for (int b = 0; b < kRows; ++b) before.emplace_back(pulled.slot_state(b).begin(), pulled.slot_state(b).end());
     std::vector<bool> flushed;
     for (int b = 0; b < kRows; ++b) flushed.push_back(pulled.will_flush(b, T));
-    const std::vector<float> out = pulled.decode({0, 1, 2}, T, draft.tokens(), DeltaReadout::kPulledBack);
-    const std::vector<float> exact_out = exact.decode({0, 1, 2}, T, draft.tokens(), DeltaReadout::kExact);
+    const std::vector<float> out = pulled.decode({0, 1, 2}, T, draft.tokens(), Readout::kDirect);
+    const std::vector<float> exact_out = exact.decode({0, 1, 2}, T, draft.tokens(), Readout::kExact);
     for (int b = 0; b < kRows; ++b) {
       flushes += flushed[b];
       // Law 3: bit-identical after a flush, untouched between flushes.
@@ -127,7 +127,7 @@ TEST(Delta, EveryDecayIsFiniteAndRight) {
       std::vector<float> outs[3];
       std::vector<double> expected;
       for (int t = 0; t < 150; ++t) {
-        const std::vector<float> replay = rig.decode({0}, 1, inputs.tokens(t), DeltaReadout::kPulledBack);
+        const std::vector<float> replay = rig.decode({0}, 1, inputs.tokens(t), Readout::kDirect);
         const std::vector<float> step = rig.step({1}, inputs.tokens(t));
         rig.commit(0, 1);
         outs[0].insert(outs[0].end(), replay.begin(), replay.end());
@@ -144,7 +144,7 @@ TEST(Delta, EveryDecayIsFiniteAndRight) {
 TEST(Delta, LaterTokensDoNotReachEarlierOutputs) {
   Device device(1);
   const DeltaShape shape = {4, 2, 32, 8, 1};
-  for (DeltaReadout readout : {DeltaReadout::kPulledBack, DeltaReadout::kExact})
+  for (Readout readout : {Readout::kDirect, Readout::kExact})
     for (float later : {3.0f, std::numeric_limits<float>::quiet_NaN()}) {
       std::mt19937_64 random(7);
       DeltaInputs inputs(shape, 70, random);
@@ -216,7 +216,7 @@ TEST(Delta, VarlenPrefillFoldsRings) {
   DeltaRig batch(shape, 3, 8, 4, device), alone(shape, 3, 8, 4, alone_device);
   for (DeltaRig* rig : {&batch, &alone})
     for (int slot = 0; slot < 3; ++slot) {
-      rig->decode({slot}, 4, early.tokens(), DeltaReadout::kPulledBack);
+      rig->decode({slot}, 4, early.tokens(), Readout::kDirect);
       rig->commit(slot, slot + 1);
     }
   const std::vector<float> out = batch.prefill(slots, begin, inputs.tokens());
@@ -240,7 +240,7 @@ TEST(Delta, VarlenPrefillFoldsRings) {
 TEST(Delta, BatchOrderThreadsAndPaddingAreNothing) {
   const DeltaShape shape = {6, 2, 64, 20, 1};
   constexpr int T = 3;
-  for (DeltaReadout readout : {DeltaReadout::kPulledBack, DeltaReadout::kExact}) {
+  for (Readout readout : {Readout::kDirect, Readout::kExact}) {
     Device one(1), two(2), three(3);
     DeltaRig a(shape, 5, 7, T, one), b(shape, 5, 7, T, two), c(shape, 5, 7, T, three);
     std::mt19937_64 random(11);
@@ -282,11 +282,11 @@ TEST(Delta, RollbackMovesNoStateBytes) {
   for (int step = 0; step < 30; ++step) {
     const DeltaInputs draft(shape, 4, random), token(shape, 1, random);
     if (!rejecting.will_flush(0, 4)) {
-      rejecting.decode({0}, 4, draft.tokens(), DeltaReadout::kPulledBack);
+      rejecting.decode({0}, 4, draft.tokens(), Readout::kDirect);
       rejecting.commit(0, 0);
     }
-    const std::vector<float> a = rejecting.decode({0}, 1, token.tokens(), DeltaReadout::kPulledBack);
-    const std::vector<float> b = plain.decode({0}, 1, token.tokens(), DeltaReadout::kPulledBack);
+    const std::vector<float> a = rejecting.decode({0}, 1, token.tokens(), Readout::kDirect);
+    const std::vector<float> b = plain.decode({0}, 1, token.tokens(), Readout::kDirect);
     rejecting.commit(0, 1);
     plain.commit(0, 1);
     EXPECT_TRUE(same_bits(a, b));
@@ -302,7 +302,7 @@ TEST(Delta, MaterialiseAtEveryPositionLeavesTheSource) {
   DeltaRig rig(shape, 2, 8, 1, device), conventional(shape, 1, 8, 1, device);
   const DeltaInputs inputs(shape, 14, random);
   for (int t = 0; t < 6; ++t) {
-    rig.decode({0}, 1, inputs.tokens(t), DeltaReadout::kPulledBack);
+    rig.decode({0}, 1, inputs.tokens(t), Readout::kDirect);
     rig.commit(0, 1);
   }
   const std::vector<float> source(rig.slot_state(0).begin(), rig.slot_state(0).end()), ring = rig.ring_k;
@@ -320,7 +320,7 @@ TEST(Delta, MaterialiseAtEveryPositionLeavesTheSource) {
 TEST(Delta, ABadNumberStaysHome) {
   Device device(2);
   const DeltaShape shape = {4, 2, 32, 16, 1};
-  for (DeltaReadout readout : {DeltaReadout::kPulledBack, DeltaReadout::kExact}) {
+  for (Readout readout : {Readout::kDirect, Readout::kExact}) {
     std::mt19937_64 random(14);
     DeltaRig good(shape, 3, 4, 1, device), bad(shape, 3, 4, 1, device);
     for (int t = 0; t < 12; ++t) {
@@ -355,8 +355,8 @@ TEST(Delta, ABadGateIsSeen) {
     const auto is_finite = [](const std::vector<float>& out) {
       return std::ranges::count_if(out, [](float x) { return !std::isfinite(x); }) == 0;
     };
-    EXPECT_EQ(is_finite(rig.decode({replayed}, 1, inputs.tokens(t), DeltaReadout::kPulledBack)), is_good) << t;
-    EXPECT_EQ(is_finite(rig.decode({exact}, 1, inputs.tokens(t), DeltaReadout::kExact)), is_good) << t;
+    EXPECT_EQ(is_finite(rig.decode({replayed}, 1, inputs.tokens(t), Readout::kDirect)), is_good) << t;
+    EXPECT_EQ(is_finite(rig.decode({exact}, 1, inputs.tokens(t), Readout::kExact)), is_good) << t;
     EXPECT_EQ(is_finite(rig.step({stepped}, inputs.tokens(t))), is_good) << t;
     EXPECT_EQ(is_finite(rig.prefill({prefilled}, {0, 1}, inputs.tokens(t))), is_good) << t;
     rig.commit(replayed, 1);
@@ -397,7 +397,7 @@ TEST(Delta, ACorruptedRecordIsSeen) {
     for (int t = 0; t < 14; ++t) {
       if (t == 12) kind.corrupt(rig);
       const std::vector<double> expected = inputs.step(oracle, t);
-      const double error = relative_error(rig.decode({0}, 1, inputs.tokens(t), DeltaReadout::kPulledBack), expected);
+      const double error = relative_error(rig.decode({0}, 1, inputs.tokens(t), Readout::kDirect), expected);
       rig.commit(0, 1);
       worst = std::max(worst, error);
     }
@@ -415,8 +415,16 @@ TEST(Delta, GatesMatchTheFormula) {
   const std::vector<float> projected = random_normal(random, kTokens * kStride, 12.0f);
   const std::vector<float> a_log = random_normal(random, kHeads), dt_bias = random_normal(random, kHeads);
   std::vector<float> g = poisoned(kTokens * kHeads), beta = g;
-  delta_gates({kTokens, kHeads, projected.data(), projected.data() + 7, kStride, kStride, a_log.data(), dt_bias.data(),
-               g.data(), beta.data()},
+  delta_gates({.tokens = kTokens,
+               .heads = kHeads,
+               .a = projected.data(),
+               .b = projected.data() + 7,
+               .a_stride = kStride,
+               .b_stride = kStride,
+               .a_log = a_log.data(),
+               .dt_bias = dt_bias.data(),
+               .g = g.data(),
+               .beta = beta.data()},
               device);
   std::vector<double> expected_g, expected_beta;
   for (int t = 0; t < kTokens; ++t)
@@ -438,7 +446,7 @@ TEST(Delta, RefusesWhatTheContractForbids) {
   const DeltaInputs inputs(shape, 8, random);
   std::vector<float> out(8 * 16);
   const auto decode = [&](int T, std::vector<int> slots = {0}) {
-    delta_decode({rig.state, rig.rows(slots), T, inputs.tokens(), DeltaReadout::kExact, out.data()}, device,
+    delta_decode({rig.state, rig.rows(slots), T, inputs.tokens(), Readout::kExact, out.data()}, device,
                  rig.workspace());
   };
   EXPECT_THROW(decode(0), Error);

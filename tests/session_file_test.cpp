@@ -117,7 +117,7 @@ TEST(SessionFile, AnotherWindowContinuesWithTheSameStateBits) {
   lane.outputs.clear();
   for (const int window : {4, 5, 12}) {
     MiniModel other(mini_layout(window, 2));
-    other.readout = DeltaReadout::kExact;
+    other.readout = Readout::kExact;
     StatePool other_pool(other.layout(), slots(other.layout(), 1), {.is_poisoned = true});
     Lane loaded = lane;
     loaded.handle = load_session(other_pool, path, 200);

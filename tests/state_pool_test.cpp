@@ -169,7 +169,7 @@ TEST(StatePool, OnlyCommittedRecordsAreEverFolded) {
 
 TEST(StatePool, RollbackMovesNoStateBytes) {
   MiniModel model(mini_layout(kWindow, kMaxStep));
-  model.readout = DeltaReadout::kExact;
+  model.readout = Readout::kExact;
   StatePool conventional(model.layout(), slots(model.layout(), 1));
   Lane plain = lane_in(conventional, 1);
   for (int step = 0; step < 60; ++step) advance(model, conventional, {&plain}, StepKind::kConventional, 1);
@@ -419,7 +419,7 @@ TEST(StatePool, ACorruptedStateIsSeen) {
               kFloat32Bound);
     EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_v + kRecord * s.shape.value_size, s.shape.value_size); }),
               kFloat32Bound);
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_g + kRecord, 1); }), kFloat32Bound);
+    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_decay + kRecord, 1); }), kFloat32Bound);
     EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_beta + kRecord, 1); }), kFloat32Bound);
     EXPECT_GT(error_after([layer](MiniModel&, StatePool& pool) {
                 const Conv1dState conv = pool.conv_state(layer);

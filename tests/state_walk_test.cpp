@@ -38,7 +38,7 @@ class StateWalk {
       : model_(mini_layout(kWindow, kMaxStep)),
         pool_(model_.layout(), PoolSize{4, 26}, {.max_rows = 6, .is_poisoned = true}),
         random_(seed) {
-    model_.readout = DeltaReadout::kExact;
+    model_.readout = Readout::kExact;
   }
 
   // Runs `calls` random calls; returns how many the pool had to refuse.

@@ -20,7 +20,7 @@ StateLayout small_layout() {
 }
 
 StateTraffic traffic(StepKind kind, std::vector<int32_t> slots, std::vector<int32_t> history, int tokens,
-                     std::vector<uint8_t> is_flushing, DeltaReadout readout = DeltaReadout::kPulledBack) {
+                     std::vector<uint8_t> is_flushing, Readout readout = Readout::kDirect) {
   std::vector<int32_t> token_begin;
   for (size_t row = 0; row <= slots.size(); ++row) token_begin.push_back(static_cast<int32_t>(row) * tokens);
   StepPlan plan;
@@ -44,7 +44,7 @@ TEST(StateTraffic, ConventionalReadsAndWritesTheCheckpoint) {
 
 TEST(StateTraffic, ReplayReadsItAndWritesRecords) {
   expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}), 128 + 3 * 29 + 3 + 72, 2 * 29 + 2 * 3 + 1 + 2 * 24);
-  expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}, DeltaReadout::kExact), 128 + 3 * 29 + 72,
+  expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}, Readout::kExact), 128 + 3 * 29 + 72,
                  2 * 29 + 2 * 3 + 1 + 2 * 24);
 }
 

@@ -15,7 +15,7 @@
 #include <cstdint>
 
 #include "replayssm/ops/delta_rows.h"
-#include "replayssm/ops/vectors-inl.h"
+#include "replayssm/ops/records-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace replayssm {
@@ -23,11 +23,6 @@ namespace HWY_NAMESPACE {
 
 // Rows that one pass over the state keeps sums for: two sums a row must fit the registers.
 inline constexpr int kRowBlock = HWY_TARGET == HWY_AVX3 ? 8 : 4;
-
-// How far ahead of its use the state's memory is asked for: a block's arithmetic is long, and the hardware's own
-// fetching pauses at each page. (63% of the in-place roof without, 89% with; multiples of 4 KiB give 80 to 83%; Xeon
-// with AVX-512.)
-inline constexpr int kPrefetchFloats = 1280;
 
 // 1 / sqrt(|x|^2 + 1e-6)
 HWY_INLINE float inverse_norm(const float* x, int size) {
@@ -48,14 +43,6 @@ HWY_INLINE void scale_vector(const float* x, float scale, int size, float* HWY_R
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   for (int c = 0; c < size; c += lanes) hn::StoreU(hn::Mul(hn::Set(d, scale), hn::LoadU(d, x + c)), d, out + c);
-}
-
-// values <- e^values, each value's bits depending on it alone. The array has room up to a multiple of kExpPadding.
-inline constexpr int kExpPadding = 16;
-HWY_INLINE void exp_in_place(float* values, int count) {
-  const FloatTag d;
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  for (int i = 0; i < count; i += lanes) hn::StoreU(exponential(hn::LoadU(d, values + i)), d, values + i);
 }
 
 // One token as one value head sees it. `out` and `state_out` may be null.

@@ -19,109 +19,6 @@ HWY_BEFORE_NAMESPACE();
 namespace replayssm {
 namespace HWY_NAMESPACE {
 
-// out[c] <- sum_j weights[j] rows[j][c] (+ start[c]), j ascending. `size` is a multiple of 4.
-template <class D, int kVectors>
-HWY_INLINE void weighted_sum_columns(D d, const float* start, const float* const* rows, const float* weights, int count,
-                                     int column, float* out) {
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  hn::Vec<D> sums[kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i)
-    sums[i] = start == nullptr ? hn::Zero(d) : hn::LoadU(d, start + column + i * lanes);
-  for (int j = 0; j < count; ++j) {
-    const hn::Vec<D> weight = hn::Set(d, weights[j]);
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i)
-      sums[i] = hn::MulAdd(weight, hn::LoadU(d, rows[j] + column + i * lanes), sums[i]);
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) hn::StoreU(sums[i], d, out + column + i * lanes);
-}
-
-HWY_INLINE void weighted_sum(const float* start, const float* const* rows, const float* weights, int count, int size,
-                             float* out) {
-  const FloatTag d;
-  const hn::CappedTag<float, 4> narrow;
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  int column = 0;
-  for (; column + 8 * lanes <= size; column += 8 * lanes)
-    weighted_sum_columns<FloatTag, 8>(d, start, rows, weights, count, column, out);
-  for (; column + lanes <= size; column += lanes)
-    weighted_sum_columns<FloatTag, 1>(d, start, rows, weights, count, column, out);
-  for (; column < size; column += static_cast<int>(hn::Lanes(narrow)))
-    weighted_sum_columns<hn::CappedTag<float, 4>, 1>(narrow, start, rows, weights, count, column, out);
-}
-
-// products_a[j] <- rows[j] . a and products_b[j] <- rows[j] . b. Room up to a multiple of 4 of `count`.
-HWY_INLINE void products_with_2(const float* const* rows, int count, const float* a, const float* b, int size,
-                                float* products_a, float* products_b) {
-  const FloatTag d;
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  for (int j = 0; j < count; j += 4) {
-    const float* x[4];
-    Floats sums_a[4], sums_b[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      x[i] = rows[std::min(j + i, count - 1)];
-      sums_a[i] = sums_b[i] = hn::Zero(d);
-    }
-    for (int c = 0; c < size; c += lanes) {
-      const Floats in_a = hn::LoadU(d, a + c);
-      const Floats in_b = hn::LoadU(d, b + c);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const Floats value = hn::LoadU(d, x[i] + c);
-        sums_a[i] = hn::MulAdd(value, in_a, sums_a[i]);
-        sums_b[i] = hn::MulAdd(value, in_b, sums_b[i]);
-      }
-    }
-    sum_lanes_of_4(sums_a[0], sums_a[1], sums_a[2], sums_a[3], products_a + j);
-    sum_lanes_of_4(sums_b[0], sums_b[1], sums_b[2], sums_b[3], products_b + j);
-  }
-}
-
-// out[t][row + r] += scales[t] (S u[t])[row + r] for four rows and kQueries queries. Row after row: the hardware
-// recognises one ascending stream of memory, not several at once.
-template <int kQueries>
-HWY_INLINE void read_rows(const float* state, int row, int key_size, const float* const* u, const float* scales,
-                          float* const* out) {
-  const FloatTag d;
-  const int lanes = static_cast<int>(hn::Lanes(d));
-  const float* from = state + static_cast<ptrdiff_t>(row) * key_size;
-  Floats sums[kQueries][4];
-#pragma GCC unroll 4
-  for (int r = 0; r < 4; ++r) {
-#pragma GCC unroll 4
-    for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::Zero(d);
-    for (int c = 0; c < key_size; c += lanes) {
-      hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
-      const Floats value = hn::LoadU(d, from + r * key_size + c);
-#pragma GCC unroll 4
-      for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::MulAdd(value, hn::LoadU(d, u[t] + c), sums[t][r]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int t = 0; t < kQueries; ++t) {
-    float products[4];
-    sum_lanes_of_4(sums[t][0], sums[t][1], sums[t][2], sums[t][3], products);
-    for (int r = 0; r < 4; ++r) out[t][row + r] += scales[t] * products[r];
-  }
-}
-
-// read_rows for all rows of a head and all queries of a window.
-HWY_INLINE void read_head(const float* state, int key_size, int value_size, int queries, const float* const* u,
-                          const float* scales, float* const* out) {
-  for (int row = 0; row < value_size; row += 4) {
-    int t = 0;
-    for (; t + 4 <= queries; t += 4) read_rows<4>(state, row, key_size, u + t, scales + t, out + t);
-    if (t + 2 <= queries) {
-      read_rows<2>(state, row, key_size, u + t, scales + t, out + t);
-      t += 2;
-    }
-    if (t < queries) read_rows<1>(state, row, key_size, u + t, scales + t, out + t);
-  }
-}
-
 // What a thread needs for one key head of one row. The ring's C records fit every array "of records".
 struct DeltaScratch {
   float* k;               // [C, K] normalised, in logical order
@@ -183,7 +80,7 @@ void run_recurrence(const DeltaState& state, const DeltaWindow& window, int stor
   const int history = window.history, count = history + window.tokens;
   const RingView ring = ring_view(state, window.slot, window.key_head);
   for (int j = 0; j < history; ++j) {
-    const int position = ring_position(window, j, state.capacity);
+    const int position = ring_position(window.start, j, state.capacity);
     scale_vector(ring.k + static_cast<ptrdiff_t>(position) * K, ring.k_scale[position], K, scratch.k + j * K);
   }
   for (int t = 0; t < window.tokens; ++t) {
@@ -195,14 +92,14 @@ void run_recurrence(const DeltaState& state, const DeltaWindow& window, int stor
   for (int i = 0; i < ratio; ++i) {
     const int head = window.key_head * ratio + i;
     const HeadRing head_ring = head_ring_view(state, window.slot, head);
-    for (int j = 0; j < history; ++j) scratch.decays[j] = head_ring.g[ring_position(window, j, state.capacity)];
+    for (int j = 0; j < history; ++j) scratch.decays[j] = head_ring.g[ring_position(window.start, j, state.capacity)];
     for (int t = 0; t < window.tokens; ++t) scratch.decays[history + t] = window.g(t, head);
     std::fill(scratch.decays + count, scratch.decays + count + kExpPadding, 0.0f);
     exp_in_place(scratch.decays, count);
     for (int j = 0; j < count; ++j) {
       DeltaRecord& record = scratch.records[j];
       const int t = j - history;
-      const int position = ring_position(window, j, state.capacity);
+      const int position = ring_position(window.start, j, state.capacity);
       record.k = scratch.k + static_cast<ptrdiff_t>(j) * K;
       record.v = t < 0 ? head_ring.v + static_cast<ptrdiff_t>(position) * V : window.v(t, head);
       record.q = scratch.q + static_cast<ptrdiff_t>(std::max(t, 0)) * K;
@@ -222,10 +119,10 @@ void append_records(const DeltaState& state, const DeltaWindow& window, const De
   const int K = shape.key_size, V = shape.value_size, C = state.capacity, ratio = shape.heads / shape.key_heads;
   const RingView ring = ring_view(state, window.slot, window.key_head);
   for (int j = 0; j < window.history + window.tokens; ++j)
-    scratch.rows[j] = ring.k + static_cast<ptrdiff_t>(ring_position(window, j, C)) * K;
+    scratch.rows[j] = ring.k + static_cast<ptrdiff_t>(ring_position(window.start, j, C)) * K;
   for (int t = 0; t < window.tokens; ++t) {
     const int n = window.history + t;
-    const int position = ring_position(window, n, C);
+    const int position = ring_position(window.start, n, C);
     const float* k = window.k(t);
     const float* q = window.q(t);
     std::memcpy(ring.k + static_cast<ptrdiff_t>(position) * K, k, sizeof(float) * K);
@@ -236,7 +133,7 @@ void append_records(const DeltaState& state, const DeltaWindow& window, const De
     products_with_2(scratch.rows, n + 1, scratch.q + static_cast<ptrdiff_t>(t) * K, k, K, products_q,
                     scratch.products_k);
     for (int j = 0; j <= n; ++j) {
-      const int other = ring_position(window, j, C);
+      const int other = ring_position(window.start, j, C);
       products_q[j] *= ring.k_scale[other];
       ring.gram[static_cast<ptrdiff_t>(position) * C + other] =
           scratch.products_k[j] * ring.k_scale[other] * ring.k_scale[position];
@@ -261,10 +158,10 @@ float solve_coefficients(const DeltaState& state, const DeltaWindow& window, int
   float* residuals = scratch.coefficients;  // by ring position, so that a row of products is one contiguous array
   const float* products_q = scratch.products_q + static_cast<ptrdiff_t>(t) * (C + kExpPadding);
   std::fill(residuals, residuals + C, 0.0f);
-  for (int j = 0; j < n; ++j) residuals[ring_position(window, j, C)] = products_q[j];
+  for (int j = 0; j < n; ++j) residuals[ring_position(window.start, j, C)] = products_q[j];
   float log_decay = 0;  // s_n - s_j
   for (int j = n - 1; j >= 0; --j) {
-    const int position = ring_position(window, j, C);
+    const int position = ring_position(window.start, j, C);
     const float coefficient = head_ring.beta[position] * residuals[position];
     const float* gram = ring.gram + static_cast<ptrdiff_t>(position) * C;
     for (int other = 0; other < C; ++other) residuals[other] -= coefficient * gram[other];
@@ -292,13 +189,14 @@ void read_pulled_back(const DeltaState& state, const DeltaWindow& window, float*
       scratch.outs[t] = out + (static_cast<ptrdiff_t>(t) * shape.heads + head) * V;
       scratch.queries[t] = scratch.u + static_cast<ptrdiff_t>(t) * K;
       for (int j = 0; j < n; ++j) {
-        const int position = ring_position(window, j, C);
+        const int position = ring_position(window.start, j, C);
         scratch.rows[j] = head_ring.v + static_cast<ptrdiff_t>(position) * V;
         scratch.decays[j] *= scratch.weights[j];
         scratch.weights[j] *= -ring.k_scale[position];
       }
       weighted_sum(nullptr, scratch.rows, scratch.decays, n, V, scratch.outs[t]);
-      for (int j = 0; j < n; ++j) scratch.rows[j] = ring.k + static_cast<ptrdiff_t>(ring_position(window, j, C)) * K;
+      for (int j = 0; j < n; ++j)
+        scratch.rows[j] = ring.k + static_cast<ptrdiff_t>(ring_position(window.start, j, C)) * K;
       weighted_sum(scratch.q + static_cast<ptrdiff_t>(t) * K, scratch.rows, scratch.weights, n, K,
                    scratch.u + static_cast<ptrdiff_t>(t) * K);
     }
@@ -347,10 +245,10 @@ void delta_decode_kernel(const DeltaDecode& args, int64_t begin, int64_t end, st
       continue;
     }
     const bool flushes = window.history + T > args.state.window;
-    const bool is_recurrent = flushes || args.readout == DeltaReadout::kExact;
+    const bool is_recurrent = flushes || args.readout == Readout::kExact;
     if (is_recurrent) run_recurrence(args.state, window, flushes ? window.history : 0, out, scratch);
     if (flushes) {  // the older records leave the view
-      window.start = ring_position(window, window.history, args.state.capacity);
+      window.start = ring_position(window.start, window.history, args.state.capacity);
       window.history = 0;
     }
     append_records(args.state, window, scratch);
@@ -454,11 +352,7 @@ void delta_step(const DeltaStep& args, Device& device, std::span<std::byte> work
 void delta_decode(const DeltaDecode& args, Device& device, std::span<std::byte> workspace) {
   check_call("delta_decode", args.state, args.rows, device, workspace);
   check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
-  const int T = args.tokens_per_row, L = args.state.window;
-  require(T >= 1 && T <= L, "delta_decode: expected 1 to {} tokens a row (the window), got {}", L, T);
-  require(T <= args.state.capacity - L,
-          "delta_decode: expected at most {} tokens a row (ring capacity {} less window {}), got {}",
-          args.state.capacity - L, args.state.capacity, L, T);
+  check_window("delta_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   delta_decode_cpu(args, device, workspace);
 }
 

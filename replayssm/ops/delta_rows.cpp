@@ -17,24 +17,9 @@ void check_shape(const DeltaShape& shape) {
 void check_call(const char* op, const DeltaState& state, const StateRows& rows, Device& device,
                 std::span<std::byte> workspace) {
   check_shape(state.shape);
-  require(state.window >= 1 && state.capacity > state.window,
-          "{}: expected a window of at least 1 and a larger ring capacity, got {} and {}", op, state.window,
-          state.capacity);
-  const size_t needed = delta_workspace_bytes(state.shape, state.capacity, device);
-  require(workspace.size() >= needed, "{}: expected a workspace of {} bytes, got {}", op, needed, workspace.size());
-  require(reinterpret_cast<uintptr_t>(workspace.data()) % 64 == 0, "{}: expected a workspace aligned to 64 bytes", op);
-  require(rows.count >= 0, "{}: expected rows >= 0, got {}", op, rows.count);
-  for (int b = 0; b < rows.count; ++b) {
-    if (rows.slot[b] == kPaddingSlot) continue;
-    require(rows.slot[b] >= 0 && rows.slot[b] < state.slots, "{}: row {}: expected a slot of 0 to {}, got {}", op, b,
-            state.slots - 1, rows.slot[b]);
-    require(rows.base[b] >= 0, "{}: row {}: expected a base >= 0, got {}", op, b, rows.base[b]);
-    require(rows.history[b] >= 0 && rows.history[b] <= state.window,
-            "{}: row {}: expected a history of 0 to {} records, got {}", op, b, state.window, rows.history[b]);
-    for (int32_t checkpoint : {rows.checkpoint_in[b], rows.checkpoint_out[b]})
-      require(checkpoint >= 0 && checkpoint < state.checkpoints, "{}: row {}: expected a checkpoint of 0 to {}, got {}",
-              op, b, state.checkpoints - 1, checkpoint);
-  }
+  check_ring(op, state.window, state.capacity);
+  check_workspace(op, workspace, delta_workspace_bytes(state.shape, state.capacity, device));
+  check_rows(op, rows, state.slots, state.checkpoints, state.window);
 }
 
 void check_tokens(const char* op, const DeltaShape& shape, const DeltaTokens& tokens, const float* out) {

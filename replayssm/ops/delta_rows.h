@@ -6,27 +6,9 @@
 #include <span>
 
 #include "replayssm/ops/delta.h"
+#include "replayssm/ops/ring.h"
 
 namespace replayssm {
-
-// Cuts aligned arrays out of one block of memory; with a null block it only counts.
-class Carver {
- public:
-  explicit Carver(std::byte* memory) : memory_(memory) {}
-
-  template <typename T>
-  T* take(size_t count) {
-    T* array = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
-    bytes_ += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
-    return array;
-  }
-  size_t bytes() const { return bytes_; }
-
- private:
-  static constexpr size_t kAlignment = 64;
-  std::byte* memory_;
-  size_t bytes_ = 0;
-};
 
 // One row's tokens as one key head sees them: `history` records of its slot's ring, then `tokens` inputs.
 struct DeltaWindow {
@@ -67,12 +49,6 @@ inline DeltaWindow window_of(const DeltaState& state, const StateRows& rows, con
           &state.shape};
 }
 
-// The ring position of record j of a window.
-inline int ring_position(const DeltaWindow& window, int j, int capacity) {
-  const int position = window.start + j;
-  return position < capacity ? position : position - capacity;
-}
-
 // The parts of a slot's ring that a key head and a value head own.
 struct RingView {
   float* k;
@@ -93,7 +69,7 @@ struct HeadRing {
 inline HeadRing head_ring_view(const DeltaState& state, int32_t slot, int head) {
   const int64_t index = static_cast<int64_t>(slot) * state.shape.heads + head;
   const int64_t C = state.capacity;
-  return {state.ring_v + index * C * state.shape.value_size, state.ring_g + index * C * state.shape.gate_size,
+  return {state.ring_v + index * C * state.shape.value_size, state.ring_decay + index * C * state.shape.gate_size,
           state.ring_beta + index * C};
 }
 

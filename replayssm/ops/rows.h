@@ -25,4 +25,12 @@ struct StateRows {
   const int32_t* checkpoint_out = nullptr;  // [B] checkpoint that a flush writes; may equal checkpoint_in
 };
 
+// How a replay step forms its outputs from a checkpoint and the records since.
+enum class Readout {
+  // In closed form from the checkpoint and the records' inputs, equal to the recurrence up to rounding.
+  kDirect,
+  // The recurrence is run over the records without writing its result: the outputs have the conventional step's bits.
+  kExact,
+};
+
 }  // namespace replayssm

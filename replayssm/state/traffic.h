@@ -30,6 +30,6 @@ struct StateTraffic {
 //            products, T h' + T (T-1) / 2 a key head, h' = 0 if the row flushes and h otherwise; the last inputs
 //
 // `readout` is that of replay steps; the other kinds read no Gram products.
-StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, DeltaReadout readout);
+StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, Readout readout);
 
 }  // namespace replayssm

@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "replayssm/core/safetensors.h"
-#include "replayssm/model/qwen.h"
+#include "replayssm/model/language_model.h"
+#include "replayssm/model/model.h"
 #include "tests/arrays.h"
 
 namespace replayssm::test {
@@ -40,14 +41,14 @@ struct ExpectedLogits {
 };
 
 // Weights of a model directory; many rigs may share them.
-struct QwenFixture {
-  explicit QwenFixture(const std::string& directory)
-      : config(read_config(directory)), weights(load_qwen_weights(Checkpoint(directory), config)) {}
+struct ModelFixture {
+  explicit ModelFixture(const std::string& directory)
+      : config(read_config(directory)), weights(load_weights(Checkpoint(directory), config)) {}
   ModelConfig config;
-  QwenWeights weights;
+  Weights weights;
 };
 
-enum class Decoder { kConventional, kPulledBack, kExact };
+enum class Decoder { kConventional, kDirect, kExact };
 
 struct RigOptions {
   int threads = 1;
@@ -58,17 +59,17 @@ struct RigOptions {
 };
 
 // A model with a pool of its own, whose memory was NaN before.
-class QwenRig {
+class ModelRig {
  public:
-  explicit QwenRig(const QwenFixture& fixture, const RigOptions& options = {})
+  explicit ModelRig(const ModelFixture& fixture, const RigOptions& options = {})
       : device_(options.threads),
-        layout_(qwen_state_layout(fixture.config, fixture.weights, options.window, options.max_step_tokens, 16)),
+        layout_(state_layout(fixture.config, fixture.weights.fingerprint, options.window, options.max_step_tokens, 16)),
         pool(layout_, pool_size(layout_, options.slots, 2048), {.max_rows = options.slots, .is_poisoned = true}),
         model(fixture.config, fixture.weights, layout_, options.max_tokens, device_) {}
 
   // Runs and commits a step; the logits of all its tokens, [N, vocabulary].
   std::vector<float> step(StepKind kind, const std::vector<Handle>& rows, const std::vector<int>& counts,
-                          const std::vector<int32_t>& token, DeltaReadout readout = DeltaReadout::kPulledBack,
+                          const std::vector<int32_t>& token, Readout readout = Readout::kDirect,
                           const std::vector<int>& accepted = {}) {
     const StepPlan& plan = pool.begin_step(kind, rows, counts);
     std::vector<int32_t> wanted(token.size());
@@ -94,7 +95,7 @@ class QwenRig {
                             const std::vector<int>& accepted = {}) {
     const std::vector<int> counts(rows.size(), static_cast<int>(token.size() / rows.size()));
     return step(decoder == Decoder::kConventional ? StepKind::kConventional : StepKind::kReplay, rows, counts, token,
-                decoder == Decoder::kExact ? DeltaReadout::kExact : DeltaReadout::kPulledBack, accepted);
+                decoder == Decoder::kExact ? Readout::kExact : Readout::kDirect, accepted);
   }
 
  private:
@@ -103,7 +104,7 @@ class QwenRig {
 
  public:
   StatePool pool;
-  Qwen model;
+  LanguageModel model;
   int flushes = 0;
 };
 

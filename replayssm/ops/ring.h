@@ -1,0 +1,44 @@
+// Internal to the ops that keep rings of records: the places of records, scratch memory, and the checks at the doors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "replayssm/ops/rows.h"
+
+namespace replayssm {
+
+// Cuts aligned arrays out of one block of memory; with a null block it only counts.
+class Carver {
+ public:
+  explicit Carver(std::byte* memory) : memory_(memory) {}
+
+  template <typename T>
+  T* take(size_t count) {
+    T* array = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
+    bytes_ += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return array;
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  std::byte* memory_;
+  size_t bytes_ = 0;
+};
+
+// The ring position of record j of a window whose record 0 lies at position `start`.
+inline int ring_position(int start, int j, int capacity) {
+  const int position = start + j;
+  return position < capacity ? position : position - capacity;
+}
+
+// Throw Error, with the op's name, for a ring, rows or a workspace outside the contract.
+void check_ring(const char* op, int window, int capacity);
+void check_rows(const char* op, const StateRows& rows, int64_t slots, int64_t checkpoints, int window);
+void check_workspace(const char* op, std::span<std::byte> workspace, size_t needed_bytes);
+// Throws Error unless a replay step may have `tokens_per_row` tokens a row.
+void check_window(const char* op, int tokens_per_row, int window, int capacity);
+
+}  // namespace replayssm
