@@ -4,6 +4,7 @@
 #   gpu_train.sh start INPUT WORK [FAMILY...] [options] INPUT holds tokens.xz, tokenizer.json, heldout.jsonl
 #   gpu_train.sh watch WORK SECONDS OUTPUT              waits, then copies the newest checkpoints and logs to OUTPUT/FAMILY
 # FAMILY is qwen (alone where none is given), nemotron or kimi; options are those of train_tiny.py train and go to every family.
+# Paths in options are seen from WORK/FAMILY: to go on from a checkpoint, copy its folder to WORK/FAMILY/NAME and start with --initial NAME.
 # Families train side by side where each has a GPU of its own, else one after the other.
 set -euo pipefail
 tools=$(cd "$(dirname "$0")" && pwd)
@@ -99,7 +100,7 @@ watch)
     done
     ;;
 *)
-    sed -n 2,7p "$0"
+    sed -n 2,8p "$0"
     exit 2
     ;;
 esac

@@ -428,7 +428,8 @@ def main():
     command("tokens", tokens_command, "turn the training text into a file of 16-bit token ids", "text", "tokenizer", "output")
     own = command("train", train, "train, evaluating and exporting into --output as it goes", "tokens", "tokenizer", "output")
     own.add_argument("--heldout", type=pathlib.Path)
-    own.add_argument("--initial", type=pathlib.Path, help="folder of a checkpoint to start from")
+    own.add_argument("--initial", type=pathlib.Path, help="folder of a checkpoint of this shape, whose weights are where training "
+                     "starts; the optimizer's state and the schedule begin anew")
     own.add_argument("--seconds", type=float, default=1100, help="length of the schedule, turned into steps after the first 200")
     own.add_argument("--steps", type=int, default=0, help="length of the schedule in steps, instead of --seconds")
     own.add_argument("--batch", type=int, default=32)
