@@ -278,7 +278,7 @@ inline std::vector<uint32_t> pool_bits(StatePool& pool) {
       add(s.ring_k_scale, records * G);
       add(s.ring_gram, records * G * s.capacity);
       add(s.ring_v, records * H * s.shape.value_size);
-      add(s.ring_g, records * H * s.shape.gate_size);
+      add(s.ring_decay, records * H * s.shape.gate_size);
       add(s.ring_beta, records * H);
       const Conv1dState conv = pool.conv_state(layer);
       add(conv.window, conv.slots * conv.capacity * conv.channels);

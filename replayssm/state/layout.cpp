@@ -14,7 +14,8 @@ constexpr int64_t kMaxSlots = 1 << 24;
 
 size_t ring_floats(const DeltaShape& shape, size_t capacity) {
   const size_t heads = shape.heads, key_heads = shape.key_heads;
-  return capacity * (key_heads * (shape.key_size + 1 + capacity) + heads * (shape.value_size + shape.gate_size + 1));
+  return capacity * (key_heads * (shape.key_size + 1) + heads * (shape.value_size + shape.gate_size + 1)) +
+         ring_gram_size(shape, static_cast<int>(capacity));
 }
 
 void check_layer(const DeltaLayer& layer, size_t index) {

@@ -72,9 +72,9 @@ StatePool::StatePool(StateLayout layout, const PoolSize& size, const PoolOptions
       memory.checkpoint = make(slots * checkpoint_floats(shape));
       memory.ring_k = make(slots * shape.key_heads * capacity * shape.key_size);
       memory.ring_k_scale = make(slots * shape.key_heads * capacity);
-      memory.ring_gram = make(slots * shape.key_heads * capacity * capacity);
+      memory.ring_gram = make(slots * ring_gram_size(shape, layout_.ring_capacity()));
       memory.ring_v = make(slots * shape.heads * capacity * shape.value_size);
-      memory.ring_g = make(slots * shape.heads * capacity * shape.gate_size);
+      memory.ring_decay = make(slots * shape.heads * capacity * shape.gate_size);
       memory.ring_beta = make(slots * shape.heads * capacity);
       memory.conv_window = make(slots * layout_.conv_capacity(delta->conv_width) * delta->conv_channels);
     } else {
@@ -98,9 +98,9 @@ DeltaState StatePool::delta_state(int index) {
   state.checkpoint = memory.checkpoint.data();
   state.ring_k = memory.ring_k.data();
   state.ring_k_scale = memory.ring_k_scale.data();
-  state.ring_gram = memory.ring_gram.data();
+  if (memory.ring_gram.size() > 0) state.ring_gram = memory.ring_gram.data();
   state.ring_v = memory.ring_v.data();
-  state.ring_g = memory.ring_g.data();
+  state.ring_decay = memory.ring_decay.data();
   state.ring_beta = memory.ring_beta.data();
   return state;
 }
@@ -218,9 +218,9 @@ void StatePool::copy_records(Handle from, Handle to, Cursor cursor) {
     LayerMemory& memory = memory_[index];
     copy(memory.ring_k.data(), shape.key_heads, shape.key_size);
     copy(memory.ring_k_scale.data(), shape.key_heads, 1);
-    copy(memory.ring_gram.data(), shape.key_heads, layout_.ring_capacity());
+    if (memory.ring_gram.size() > 0) copy(memory.ring_gram.data(), shape.key_heads, layout_.ring_capacity());
     copy(memory.ring_v.data(), shape.heads, shape.value_size);
-    copy(memory.ring_g.data(), shape.heads, shape.gate_size);
+    copy(memory.ring_decay.data(), shape.heads, shape.gate_size);
     copy(memory.ring_beta.data(), shape.heads, 1);
   }
 }

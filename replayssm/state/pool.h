@@ -95,7 +95,7 @@ class StatePool {
  private:
   // One layer's arrays, named as in DeltaState, Conv1dState and KvCache.
   struct LayerMemory {
-    Buffer<float> checkpoint, ring_k, ring_k_scale, ring_gram, ring_v, ring_g, ring_beta, conv_window, kv_k, kv_v;
+    Buffer<float> checkpoint, ring_k, ring_k_scale, ring_gram, ring_v, ring_decay, ring_beta, conv_window, kv_k, kv_v;
   };
 
   void clean(Handle handle);

@@ -22,7 +22,7 @@ namespace {
 using Metadata = std::map<std::string, std::string>;
 
 constexpr const char* kFormat = "replayssm-session";
-constexpr const char* kVersion = "1";
+constexpr const char* kVersion = "2";
 constexpr const char* kPrecision = "checkpoint fp32, ring fp32, convolution fp32, kv fp32";
 
 // One tensor of the file and the places of its floats in a pool, in the tensor's order; null: zeros.
@@ -90,9 +90,9 @@ void add_delta_parts(std::vector<Part>& parts, const std::string& prefix, const 
   };
   add("ring_k", state.ring_k, G, K);
   add("ring_k_scale", state.ring_k_scale, G, 1).shape.pop_back();
-  parts.push_back(gram_part(prefix + "ring_gram", state, place));
+  if (state.ring_gram != nullptr) parts.push_back(gram_part(prefix + "ring_gram", state, place));
   add("ring_v", state.ring_v, H, V);
-  add("ring_g", state.ring_g, H, shape.gate_size);
+  add("ring_decay", state.ring_decay, H, shape.gate_size);
   add("ring_beta", state.ring_beta, H, 1).shape.pop_back();
 
   Part inputs{prefix + "convolution", {conv.width - 1, conv.channels}, {}};

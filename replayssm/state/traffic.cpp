@@ -17,9 +17,9 @@ StateTraffic row_traffic(const DeltaLayer& layer, StepKind kind, Readout readout
   int64_t written = int64_t{layer.conv_channels} * std::min(tokens, kept_inputs);
   if (!is_replay || is_flushing) written += checkpoint;
   if (is_replay) {
-    const int64_t kept = is_flushing ? 0 : history;
-    if (readout == Readout::kDirect) read += shape.key_heads * (kept * (kept - 1) / 2);
-    written += tokens * record + shape.key_heads * (tokens * kept + tokens * (tokens - 1) / 2);
+    const int64_t kept = is_flushing ? 0 : history, product_heads = shape.gate_size == 1 ? shape.key_heads : 0;
+    if (readout == Readout::kDirect) read += product_heads * (kept * (kept - 1) / 2);
+    written += tokens * record + product_heads * (tokens * kept + tokens * (tokens - 1) / 2);
   }
   return {static_cast<size_t>(read) * sizeof(float), static_cast<size_t>(written) * sizeof(float)};
 }
