@@ -194,8 +194,8 @@ HWY_INLINE void update_record(const DeltaRecord& record, const float* next_k, in
     for (int r = 0; r < kRows; ++r) record.out[row + r] = readouts[r];
 }
 
-// The conventional recurrence over `count` >= 1 records for kBlocks blocks of kRows rows of one head's state, from `row`
-// on. This is the only place where a state is advanced, so every caller gets the same bits.
+// The conventional recurrence over `count` >= 1 records for kBlocks blocks of kRows rows of one head's state, from
+// `row` on. This is the only place where a state is advanced, so every caller gets the same bits.
 template <int kRows, int kBlocks>
 HWY_INLINE void update_rows(const DeltaRecord* records, int count, int row, int key_size, const float* state,
                             float* scratch) {

