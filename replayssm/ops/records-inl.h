@@ -65,7 +65,9 @@ HWY_INLINE void weighted_sum(const float* start, const float* const* rows, const
     weighted_sum_columns<hn::CappedTag<float, 4>, 1>(narrow, start, rows, weights, count, column, out);
 }
 
-// products_a[j] <- rows[j] . a and products_b[j] <- rows[j] . b. Room up to a multiple of 4 of `count`.
+// products_a[j] <- rows[j] . a and products_b[j] <- rows[j] . b. Both have room up to a multiple of 4: `count` and
+// kProductPadding.
+inline constexpr int kProductPadding = 3;
 HWY_INLINE void products_with_2(const float* const* rows, int count, const float* a, const float* b, int size,
                                 float* products_a, float* products_b) {
   const FloatTag d;
