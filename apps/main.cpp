@@ -90,7 +90,7 @@ void add_bench(CLI::App& command) {
   CLI::App* bench = command.add_subcommand("bench", "Times the ops on this machine");
   bench->require_subcommand(1);
   CLI::App* ops = bench->add_subcommand("ops", "Times conventional, replay and exact decoding side by side");
-  ops->add_option("--op", options->op, "The op")->capture_default_str();
+  ops->add_option("--op", options->op, "The op: delta, kda or mamba2 (default: that of the layer)");
   ops->add_option("--shape", options->shape, fmt::format("The layer: {}", fmt::join(bench::ops_shapes(), ", ")))
       ->capture_default_str();
   ops->add_option("--batch", options->batches, "Batch sizes, with commas between")

@@ -9,9 +9,11 @@
 #include <ctime>
 #include <fstream>
 #include <map>
+#include <variant>
 
 #include "bench/memory_roof.h"
 #include "bench/op_memory.h"
+#include "bench/ops_delta.h"
 #include "bench/ops_mamba2.h"
 #include "replayssm/core/buffer.h"
 #include "replayssm/core/error.h"
@@ -21,12 +23,22 @@
 namespace replayssm::bench {
 namespace {
 
-const std::map<std::string, DeltaShape>& shapes() {
-  static const std::map<std::string, DeltaShape> by_name = {
-      {"qwen3.5-4b", {32, 16, 128, 128, 1}},
-      {"qwen3.5-122b", {64, 16, 128, 128, 1}},
-      {"qwen3.6-27b", {48, 16, 128, 128, 1}},
-      {"kimi-linear-48b", {32, 32, 128, 128, 128}},
+// A layer of a model: which op it is, and its sizes.
+struct Layer {
+  std::string op;
+  std::variant<DeltaShape, Mamba2Shape> shape;
+};
+
+const std::map<std::string, Layer>& layers() {
+  static const std::map<std::string, Layer> by_name = {
+      {"qwen3.5-4b", {"delta", DeltaShape{32, 16, 128, 128, 1}}},
+      {"qwen3.5-122b", {"delta", DeltaShape{64, 16, 128, 128, 1}}},
+      {"qwen3.6-27b", {"delta", DeltaShape{48, 16, 128, 128, 1}}},
+      {"kimi-linear", {"kda", DeltaShape{32, 32, 128, 128, 128}}},
+      {"kimi-k3", {"kda", DeltaShape{96, 96, 128, 128, 128}}},
+      {"nemotron-3-nano-4b", {"mamba2", Mamba2Shape{96, 8, 80, 128}}},
+      {"nemotron-3-super", {"mamba2", Mamba2Shape{128, 8, 64, 128}}},
+      {"mamba2-48x64x128", {"mamba2", Mamba2Shape{48, 8, 64, 128}}},
   };
   return by_name;
 }
@@ -39,131 +51,6 @@ double median(std::vector<double> values) {
 double us_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
 }
-
-// A layer's state for `sets` batches, larger together than the caches, and their cursors spread evenly over the cycle.
-class DeltaBench {
- public:
-  DeltaBench(const DeltaShape& shape, int batch, int window, int tokens, Device& device)
-      : shape_(shape), batch_(batch), tokens_(tokens), device_(device) {
-    const int64_t state_floats = int64_t{shape.heads} * shape.value_size * shape.key_size;
-    sets_ = rotating_sets(batch * state_floats);
-    const int64_t slots = int64_t{sets_} * batch;
-    const int64_t C = window + tokens;
-    state_.shape = shape;
-    state_.slots = state_.checkpoints = slots;
-    state_.window = window;
-    state_.capacity = static_cast<int>(C);
-    const auto place = [&](Buffer<float>& buffer, int64_t per_slot, float low, float high) {
-      buffer = Buffer<float>(slots * per_slot);
-      fill_random(buffer, low, high, static_cast<uint32_t>(per_slot));
-      return buffer.data();
-    };
-    state_.checkpoint = place(checkpoint_, state_floats, -1, 1);
-    state_.ring_k = place(k_, shape.key_heads * C * shape.key_size, -1, 1);
-    state_.ring_k_scale = place(k_scale_, shape.key_heads * C, 0.05f, 0.1f);
-    state_.ring_gram = place(gram_, ring_gram_size(shape, state_.capacity), -0.1f, 0.1f);
-    state_.ring_v = place(v_, shape.heads * C * shape.value_size, -1, 1);
-    state_.ring_decay = place(decay_, shape.heads * C * shape.gate_size, 0.9f, 1);
-    state_.ring_beta = place(beta_, shape.heads * C, 0, 1);
-    cycle_ = std::max(1, window / tokens);
-    base_.assign(slots, 0);
-    history_.assign(slots, 0);
-    for (int64_t slot = 0; slot < slots; ++slot) slot_.push_back(static_cast<int32_t>(slot));
-    workspace_ = Buffer<std::byte>(delta_workspace_bytes(shape, state_.capacity, device));
-    reserve_tokens(int64_t{batch} * tokens);
-  }
-
-  float* memory() { return checkpoint_.data(); }
-  size_t memory_floats() const { return checkpoint_.size(); }
-  int cycle() const { return cycle_; }
-  // Bytes of state and ring that the calls since the last take_bytes() had to move, and their tokens' inputs and
-  // outputs.
-  double take_bytes() { return std::exchange(bytes_, 0.0); }
-
-  void spread_cursors() {
-    for (size_t slot = 0; slot < slot_.size(); ++slot)
-      history_[slot] = static_cast<int32_t>(slot % cycle_ + 1) * tokens_;
-  }
-  void clear_history() { std::ranges::fill(history_, 0); }
-
-  void step() {
-    delta_step({state_, next_rows(), inputs(), out_.data()}, device_, workspace());
-    bytes_ += batch_ * (2 * state_bytes() + token_bytes());
-  }
-
-  void decode(Readout readout) {
-    const StateRows rows = next_rows();
-    delta_decode({state_, rows, tokens_, inputs(), readout, out_.data()}, device_, workspace());
-    for (int b = 0; b < batch_; ++b) {
-      int32_t& history = history_[set_ * batch_ + b];
-      bytes_ += state_bytes() + history * record_bytes() + tokens_ * (record_bytes() + token_bytes());
-      if (history + tokens_ > state_.window) {
-        bytes_ += state_bytes();
-        base_[set_ * batch_ + b] += history;
-        history = 0;
-      }
-      history += tokens_;
-    }
-  }
-
-  void prefill(int prompt_tokens) {
-    reserve_tokens(int64_t{batch_} * prompt_tokens);
-    std::vector<int32_t> begin;
-    for (int b = 0; b <= batch_; ++b) begin.push_back(b * prompt_tokens);
-    set_ = sets_ - 1;  // always the first set: a prompt's state has just been cleared, so it is in the cache
-    delta_prefill({state_, next_rows(), begin.data(), inputs(), out_.data()}, device_, workspace());
-    bytes_ += batch_ * (2 * state_bytes() + prompt_tokens * token_bytes());
-  }
-
- private:
-  double state_bytes() const { return 4.0 * shape_.heads * shape_.value_size * shape_.key_size; }
-  double record_bytes() const {
-    return 4.0 * (shape_.key_heads * (shape_.key_size + 1) + shape_.heads * (shape_.value_size + 1 + shape_.gate_size));
-  }
-  double token_bytes() const {
-    return 4.0 * (2 * shape_.key_heads * shape_.key_size + 2 * shape_.heads * shape_.value_size +
-                  shape_.heads * (1 + shape_.gate_size));
-  }
-
-  void reserve_tokens(int64_t tokens) {
-    if (q_in_.size() >= static_cast<size_t>(tokens * shape_.key_heads * shape_.key_size)) return;
-    const auto place = [&](Buffer<float>& buffer, int64_t per_token, float low, float high) {
-      buffer = Buffer<float>(tokens * per_token);
-      fill_random(buffer, low, high, static_cast<uint32_t>(per_token) + 1);
-    };
-    place(q_in_, shape_.key_heads * shape_.key_size, -1, 1);
-    place(k_in_, shape_.key_heads * shape_.key_size, -1, 1);
-    place(v_in_, shape_.heads * shape_.value_size, -1, 1);
-    place(g_in_, shape_.heads * shape_.gate_size, -0.1f, 0);
-    place(beta_in_, shape_.heads, 0, 1);
-    place(out_, shape_.heads * shape_.value_size, 0, 0);
-  }
-
-  DeltaTokens inputs() const {
-    const int64_t keys = int64_t{shape_.key_heads} * shape_.key_size;
-    return {q_in_.data(),    k_in_.data(), v_in_.data(), g_in_.data(),
-            beta_in_.data(), keys,         keys,         int64_t{shape_.heads} * shape_.value_size};
-  }
-
-  std::span<std::byte> workspace() { return {workspace_.data(), workspace_.size()}; }
-
-  StateRows next_rows() {
-    set_ = (set_ + 1) % sets_;
-    const int64_t first = int64_t{set_} * batch_;
-    return {batch_, &slot_[first], &base_[first], &history_[first], &slot_[first], &slot_[first]};
-  }
-
-  DeltaShape shape_;
-  int batch_, tokens_, sets_ = 0, set_ = 0, cycle_ = 1;
-  Device& device_;
-  DeltaState state_;
-  double bytes_ = 0;
-  Buffer<float> checkpoint_, k_, k_scale_, gram_, v_, decay_, beta_;
-  Buffer<float> q_in_, k_in_, v_in_, g_in_, beta_in_, out_;
-  Buffer<std::byte> workspace_;
-  std::vector<int32_t> slot_, history_;
-  std::vector<int64_t> base_;
-};
 
 // Samples of one way to decode: per round the mean time of a call over a cycle, its bytes, and that round's roof.
 struct Samples {
@@ -272,9 +159,11 @@ void write_csv(const OpsOptions& options, const std::vector<OpsResult>& results)
 }
 
 void check(const OpsOptions& options) {
-  require(options.op == "delta" || options.op == "mamba2", "--op: expected delta or mamba2, got '{}'", options.op);
-  require(options.op == "mamba2" ? mamba2_shapes().contains(options.shape) : shapes().contains(options.shape),
-          "--shape: expected one of {}, got '{}'", fmt::join(ops_shapes(), ", "), options.shape);
+  require(layers().contains(options.shape), "--shape: expected one of {}, got '{}'", fmt::join(ops_shapes(), ", "),
+          options.shape);
+  const std::string& op = layers().at(options.shape).op;
+  require(options.op.empty() || options.op == op, "--op: expected {}, the op of {}, got '{}'", op, options.shape,
+          options.op);
   require(options.window >= 1 && options.window <= 1024, "--window: expected 1 to 1024, got {}", options.window);
   require(options.tokens >= 1 && options.tokens <= options.window, "--tokens: expected 1 to {} (the window), got {}",
           options.window, options.tokens);
@@ -290,8 +179,7 @@ void check(const OpsOptions& options) {
 
 std::vector<std::string> ops_shapes() {
   std::vector<std::string> names;
-  for (const auto& [name, shape] : shapes()) names.push_back(name);
-  for (const auto& [name, shape] : mamba2_shapes()) names.push_back(name);
+  for (const auto& [name, layer] : layers()) names.push_back(name);
   return names;
 }
 
@@ -301,10 +189,12 @@ void run_ops(const OpsOptions& given) {
   OpsOptions options = given;
   options.threads = device.threads().size();
   std::vector<OpsResult> results;
-  if (options.op == "mamba2")
-    add_all_results<Mamba2Bench>(options, mamba2_shapes().at(options.shape), device, results);
+  const Layer& layer = layers().at(options.shape);
+  options.op = layer.op;
+  if (const auto* mamba2 = std::get_if<Mamba2Shape>(&layer.shape))
+    add_all_results<Mamba2Bench>(options, *mamba2, device, results);
   else
-    add_all_results<DeltaBench>(options, shapes().at(options.shape), device, results);
+    add_all_results<DeltaBench>(options, std::get<DeltaShape>(layer.shape), device, results);
   fmt::print("{} on {}, {} threads, {}; FMA roof {:.0f} GFLOP/s\n", options.shape, machine_name(), options.threads,
              simd_target(), multiply_add_roof(device) * 1e-9);
   fmt::print("{:14} {:12} {:>5} {:>6} {:>11} {:>11} {:>11} {:>9} {:>9} {:>6}\n", "op", "decode", "batch", "tokens",

@@ -7,7 +7,7 @@
 namespace replayssm::bench {
 
 struct OpsOptions {
-  std::string op = "delta";
+  std::string op;  // delta, kda or mamba2; empty: that of the shape
   std::string shape = "qwen3.5-4b";
   std::vector<int> batches = {1, 8, 32};
   int window = 16;

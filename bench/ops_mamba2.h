@@ -2,8 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <map>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -11,15 +9,6 @@
 #include "replayssm/ops/mamba2.h"
 
 namespace replayssm::bench {
-
-inline const std::map<std::string, Mamba2Shape>& mamba2_shapes() {
-  static const std::map<std::string, Mamba2Shape> by_name = {
-      {"mamba2-48x64x128", {48, 8, 64, 128}},
-      {"mamba2-128x64x128", {128, 8, 64, 128}},
-      {"mamba2-96x80x128", {96, 8, 80, 128}},
-  };
-  return by_name;
-}
 
 // A layer's state for `sets` batches, larger together than the caches, and their cursors spread evenly over the cycle.
 class Mamba2Bench {
