@@ -31,6 +31,14 @@ BlockText describe(const DeltaConfig& delta) {
                       shape.value_size, shape.key_heads, shape.key_size, delta.conv_width, delta.conv_channels())};
 }
 
+BlockText describe(const Mamba2Config& mamba) {
+  const Mamba2Shape& shape = mamba.shape;
+  return {
+      'M', "Mamba-2",
+      fmt::format("{} heads of {} in {} groups, states of {}, convolution of width {} over {} channels", shape.heads,
+                  shape.head_size, shape.groups, shape.state_size, mamba.conv_width, mamba.conv_channels())};
+}
+
 BlockText describe(const AttentionConfig& attention) {
   return {'A', "attention",
           fmt::format("{} query heads and {} key/value heads of {}, {} dimensions rotate", attention.query_heads,
