@@ -51,8 +51,9 @@ BlockText describe(const FeedForwardConfig& feed_forward) {
 
 BlockText describe(const ExpertsConfig& experts) {
   return {'E', "experts",
-          fmt::format("{} of {} experts, {} of {}{}", experts.top_k, experts.experts, name_of(experts.activation),
+          fmt::format("{} of {} experts, {} of {}{}{}", experts.top_k, experts.experts, name_of(experts.activation),
                       experts.size,
+                      experts.latent_size > 0 ? fmt::format(" on a projection to {}", experts.latent_size) : "",
                       experts.shared_size > 0 ? fmt::format(", and a shared one of {}", experts.shared_size) : "")};
 }
 
