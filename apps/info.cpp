@@ -31,6 +31,14 @@ BlockText describe(const DeltaConfig& delta) {
                       shape.value_size, shape.key_heads, shape.key_size, delta.conv_width, delta.conv_channels())};
 }
 
+BlockText describe(const Mamba2Config& mamba) {
+  const Mamba2Shape& shape = mamba.shape;
+  return {
+      'M', "Mamba-2",
+      fmt::format("{} heads of {} in {} groups, states of {}, convolution of width {} over {} channels", shape.heads,
+                  shape.head_size, shape.groups, shape.state_size, mamba.conv_width, mamba.conv_channels())};
+}
+
 BlockText describe(const AttentionConfig& attention) {
   return {'A', "attention",
           fmt::format("{} query heads and {} key/value heads of {}, {} dimensions rotate", attention.query_heads,
@@ -43,8 +51,9 @@ BlockText describe(const FeedForwardConfig& feed_forward) {
 
 BlockText describe(const ExpertsConfig& experts) {
   return {'E', "experts",
-          fmt::format("{} of {} experts, {} of {}{}", experts.top_k, experts.experts, name_of(experts.activation),
+          fmt::format("{} of {} experts, {} of {}{}{}", experts.top_k, experts.experts, name_of(experts.activation),
                       experts.size,
+                      experts.latent_size > 0 ? fmt::format(" on a projection to {}", experts.latent_size) : "",
                       experts.shared_size > 0 ? fmt::format(", and a shared one of {}", experts.shared_size) : "")};
 }
 

@@ -23,6 +23,18 @@ TEST(Json, ParsesWhatIsJson) {
   EXPECT_NO_THROW(parse_json(nested(kMaxJsonDepth), "file"));
 }
 
+TEST(Json, ReadsPythonsInfinity) {
+  EXPECT_EQ(parse_json("[0.0, Infinity]", "file"), nlohmann::json::parse(R"([0.0, "inf"])"));
+  EXPECT_EQ(parse_json("Infinity", "file"), "inf");
+  // Not inside strings, whatever stands before it there.
+  const std::string text = R"({"Infinity": "a\"Infinity", "b\\": Infinity, "c": "\\\"Infinity"})";
+  EXPECT_EQ(parse_json(text, "file"),
+            nlohmann::json::parse(R"({"Infinity": "a\"Infinity", "b\\": "inf", "c": "\\\"Infinity"})"));
+  expect_refusal([] { parse_json("[Infinity, x]", "file"); }, "something else at byte 12");
+  for (const char* bad : {"-Infinity", "[Infinityy]", "[1Infinity]", "\"Infinity"})
+    expect_refusal([&] { parse_json(bad, "file"); }, "file: expected JSON, got something else at byte");
+}
+
 TEST(Json, RefusesEverythingElse) {
   for (const char* text : {"", " ", "{", "[1,]", "{\"a\":1,}", "nan", "01", "'a'", "{} {}", "\"\xff\"", "\"\\ud800\"",
                            "// comment\n{}", "\"a\nb\"", "[1 2]", "\xEF\xBB\xBF["})

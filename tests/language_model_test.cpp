@@ -18,8 +18,8 @@ namespace {
 using namespace replayssm::test;
 
 constexpr int kPrompt = 70;
-const char* const kModels[] = {"qwen3_5-tiny", "qwen3_next-tiny", "qwen3_5_moe-tiny", "qwen3_next_moe-tiny"};
-constexpr const char* kExperts = "qwen3_5_moe-tiny";
+const char* const kModels[] = {"qwen3_5-tiny",        "qwen3_next-tiny", "qwen3_5_moe-tiny",
+                               "qwen3_next_moe-tiny", "nemotron_h-tiny", "nemotron_h_moe-tiny"};
 
 const ModelFixture& fixture(const std::string& name) {
   static std::map<std::string, std::unique_ptr<ModelFixture>> fixtures;
@@ -76,10 +76,10 @@ TEST(LanguageModel, DecodingHasTheLogitsOfTransformers) {
 }
 
 // Rejected tokens leave no trace: each window ends in tokens that are not the text's.
-TEST(LanguageModel, RejectedTokensChangeNothing) {
-  const ExpectedLogits expected(kModels[0]);
+void expect_no_trace_of_rejected_tokens(const std::string& name) {
+  const ExpectedLogits expected(name);
   for (Decoder decoder : {Decoder::kDirect, Decoder::kExact}) {
-    ModelRig rig(fixture(kModels[0]), {.window = 9, .max_step_tokens = 4});
+    ModelRig rig(fixture(name), {.window = 9, .max_step_tokens = 4});
     const Handle row = rig.pool.allocate(200);
     rig.prefill(row, std::span(expected.token).first(kPrompt));
     std::mt19937_64 random(3);
@@ -96,28 +96,40 @@ TEST(LanguageModel, RejectedTokensChangeNothing) {
   }
 }
 
+TEST(LanguageModel, RejectedTokensChangeNothing) {
+  for (const char* name : kModels) expect_no_trace_of_rejected_tokens(name);
+}
+
 TEST(LanguageModel, CorruptedStateIsSeen) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
-    const int delta = 0;
+    const int recurrent = 0;
     const std::vector<StateLayer> layers = state_layout(fixture(name).config, "", 1, 1, 16).layers;
     const int attention = static_cast<int>(
         std::ranges::find_if(layers, [](const auto& l) { return std::holds_alternative<AttentionLayer>(l); }) -
         layers.begin());
     const std::function<void(ModelRig&, Handle)> faults[] = {
         [&](ModelRig& rig, Handle row) {
-          DeltaState state = rig.pool.delta_state(delta);
-          const int64_t size = 6 * 20 * 32, at = rig.pool.ledger().checkpoint(row) * size;
-          for (int64_t i = 0; i < size; ++i) state.checkpoint[at + i] *= -1;
+          const int64_t size = rig.pool.arrays(recurrent)->checkpoint_floats();
+          float* state = rig.pool.checkpoint(recurrent) + rig.pool.ledger().checkpoint(row) * size;
+          for (int64_t i = 0; i < size; ++i) state[i] *= -1;
         },
-        [&](ModelRig& rig, Handle row) {  // one record's v, all heads
-          DeltaState state = rig.pool.delta_state(delta);
-          const int64_t last = (rig.pool.cursor(row).tokens() - 1) % state.capacity;
-          for (int h = 0; h < 6; ++h)
-            for (int i = 0; i < 20; ++i) state.ring_v[((row.slot * 6 + h) * state.capacity + last) * 20 + i] *= -1;
+        [&](ModelRig& rig, Handle row) {  // what one record writes into the state, all heads
+          const std::vector<RingArray>& arrays = rig.pool.arrays(recurrent)->ring;
+          const size_t index = static_cast<size_t>(
+              std::ranges::find_if(arrays,
+                                   [](const RingArray& a) { return a.name == "ring_v" || a.name == "ring_x"; }) -
+              arrays.begin());
+          ASSERT_LT(index, arrays.size());
+          const int64_t capacity = rig.pool.layout().ring_capacity(), size = arrays[index].size;
+          const int64_t last = (rig.pool.cursor(row).tokens() - 1) % capacity;
+          for (int64_t h = 0; h < arrays[index].heads; ++h)
+            for (int64_t i = 0; i < size; ++i)
+              rig.pool.ring(recurrent, index)[((row.slot * arrays[index].heads + h) * capacity + last) * size + i] *=
+                  -1;
         },
         [&](ModelRig& rig, Handle row) {
-          Conv1dState state = rig.pool.conv_state(delta);
+          Conv1dState state = rig.pool.conv_state(recurrent);
           for (int64_t i = 0; i < state.capacity * state.channels; ++i)
             state.window[row.slot * state.capacity * state.channels + i] *= -1;
         },
@@ -296,6 +308,12 @@ TEST(LanguageModel, AnySplitOfAPromptGivesTheSameLogits) {
   }
 }
 
+int last_recurrent_layer(const StatePool& pool) {
+  int layer = static_cast<int>(pool.layout().layers.size()) - 1;
+  while (pool.arrays(layer) == nullptr) --layer;
+  return layer;
+}
+
 // A NaN in one sequence's state ends in that sequence's logits alone.
 void expect_bad_number_in_its_row(const std::string& name) {
   const ExpectedLogits expected(name);
@@ -309,8 +327,9 @@ void expect_bad_number_in_its_row(const std::string& name) {
         rigs[i]->prefill(rows[i].back(), std::span(expected.token).first(5 + 7 * r));
       }
     }
-    const int64_t size = 6 * 20 * 32;
-    bad.pool.delta_state(1).checkpoint[bad.pool.ledger().checkpoint(rows[1][1]) * size + 77] =
+    const int layer = last_recurrent_layer(bad.pool);
+    const int64_t size = bad.pool.arrays(layer)->checkpoint_floats();
+    bad.pool.checkpoint(layer)[bad.pool.ledger().checkpoint(rows[1][1]) * size + 77] =
         std::numeric_limits<float>::quiet_NaN();
     for (int step = 0; step < 20; ++step) {
       const std::vector<int32_t> token = {1, 2, 3};
@@ -324,7 +343,7 @@ void expect_bad_number_in_its_row(const std::string& name) {
 }
 
 TEST(LanguageModel, ABadNumberStaysInItsRow) {
-  for (const char* name : {kModels[0], kExperts}) expect_bad_number_in_its_row(name);
+  for (const char* name : kModels) expect_bad_number_in_its_row(name);
 }
 
 // A step asks for no memory: neither the plan, nor the forward pass, nor the commit, in any of the decoders.
@@ -352,7 +371,7 @@ void expect_steps_without_allocations(const std::string& name) {
 }
 
 TEST(LanguageModel, StepsAllocateNothing) {
-  for (const char* name : {kModels[0], kExperts}) expect_steps_without_allocations(name);
+  for (const char* name : kModels) expect_steps_without_allocations(name);
 }
 
 TEST(LanguageModel, RefusesWrongSteps) {

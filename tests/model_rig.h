@@ -19,14 +19,14 @@ inline std::string fixture_directory(const std::string& name) {
   return std::string(REPLAYSSM_SOURCE_DIR) + "/tests/fixtures/models/" + name;
 }
 
-// A text and the logits that transformers gives for each of its tokens.
+// A text and the logits that transformers gives for each of its tokens, or another tensor of such.
 struct ExpectedLogits {
-  explicit ExpectedLogits(const std::string& name) {
+  explicit ExpectedLogits(const std::string& name, const char* tensor = "logits") {
     const SafetensorsFile file(fixture_directory(name) + "/expected.safetensors");
     const Tensor& tokens = *file.find("tokens");
     token.resize(static_cast<size_t>(tokens.elements()));
     std::memcpy(token.data(), tokens.bytes.data(), tokens.bytes.size());
-    const Tensor& values = *file.find("logits");
+    const Tensor& values = *file.find(tensor);
     logits.resize(static_cast<size_t>(values.elements()));
     read_floats(values, logits);
     vocabulary = values.shape[1];

@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "replayssm/core/json.h"
 #include "replayssm/core/safetensors.h"
 #include "replayssm/model/checkpoint.h"
 #include "replayssm/model/config.h"
@@ -93,6 +94,15 @@ const char* const kExpertsConfig = R"({"model_type":"qwen3_next","tie_word_embed
   "linear_num_value_heads":4,"num_experts":16,"num_experts_per_tok":4,"moe_intermediate_size":128,
   "shared_expert_intermediate_size":64,"norm_topk_prob":true,"decoder_sparse_step":1,"mlp_only_layers":[0,2]})";
 
+const char* const kNemotronConfig = R"({"model_type":"nemotron_h","tie_word_embeddings":false,"vocab_size":6144,
+  "hidden_size":256,"intermediate_size":640,"num_hidden_layers":5,"hybrid_override_pattern":"MEM*-",
+  "layers_block_type":["mamba","moe","linear_attention","attention","mlp"],"num_attention_heads":4,
+  "num_key_value_heads":2,"head_dim":64,"max_position_embeddings":2048,"mamba_num_heads":8,"mamba_head_dim":32,
+  "ssm_state_size":64,"n_groups":2,"conv_kernel":4,"use_conv_bias":true,"time_step_limit":[0.0,Infinity],
+  "mamba_hidden_act":"silu","mlp_hidden_act":"relu2","n_routed_experts":16,"num_experts_per_tok":4,"n_group":4,
+  "topk_group":2,"moe_intermediate_size":128,"moe_latent_size":48,"moe_shared_expert_intermediate_size":64,
+  "norm_topk_prob":true,"routed_scaling_factor":2.5,"layer_norm_epsilon":1e-05,"eos_token_id":[2,11]})";
+
 void check_config(const std::string& text) {
   const ModelConfig config = parse_config(text, "", "");
   const json outer = json::parse(text);
@@ -125,15 +135,41 @@ void check_config(const std::string& text) {
   for (const int32_t token : config.end_tokens) EXPECT_TRUE(token >= 0 && token < config.vocabulary);
 }
 
+void check_nemotron_config(const std::string& text) {
+  const ModelConfig config = parse_config(text, "", "");
+  const json fields = parse_json(text, "");
+  EXPECT_EQ(fields.at("hidden_size"), config.hidden_size);
+  EXPECT_EQ(fields.at("vocab_size"), config.vocabulary);
+  EXPECT_TRUE(config.layers >= 1 && config.blocks.size() == static_cast<size_t>(config.layers));
+  if (const auto* mamba = config.first<Mamba2Config>()) {
+    EXPECT_NO_THROW(check_shape(mamba->shape));
+    EXPECT_EQ(fields.at("mamba_num_heads"), mamba->shape.heads);
+    EXPECT_TRUE(mamba->conv_width >= 2 && mamba->conv_width <= 8);
+    EXPECT_TRUE(mamba->time_step_min >= 0 && mamba->time_step_min <= mamba->time_step_max);
+  }
+  if (const auto* attention = config.first<AttentionConfig>()) {
+    EXPECT_EQ(fields.at("num_attention_heads"), attention->query_heads);
+    EXPECT_EQ(attention->query_heads % attention->kv_heads, 0);
+  }
+  if (const auto* experts = config.first<ExpertsConfig>()) {
+    EXPECT_EQ(fields.at("n_routed_experts"), experts->experts);
+    EXPECT_NO_THROW(check_router(experts->router, experts->experts, experts->top_k));
+  }
+  EXPECT_GT(config.norm_epsilon, 0);
+  for (const int32_t token : config.end_tokens) EXPECT_TRUE(token >= 0 && token < config.vocabulary);
+}
+
 TEST(Mutation, Config) {
-  for (const char* source : {kConfig, kExpertsConfig}) {
-    check_config(source);
+  const std::pair<const char*, void (*)(const std::string&)> sources[] = {
+      {kConfig, check_config}, {kExpertsConfig, check_config}, {kNemotronConfig, check_nemotron_config}};
+  for (const auto& [source, check] : sources) {
+    check(source);
     const auto counts = survive_mutations(
         source, kMutations, 2'000'000,
         [](Mutator& mutator, const std::string& text) {
           return mutator.below(4) == 0 ? mutator.bytes(text) : mutator.json(text);
         },
-        check_config);
+        check);
     RecordProperty("refused", counts.refused);
     RecordProperty("accepted", counts.accepted);
     EXPECT_GT(counts.refused, kMutations / 2);

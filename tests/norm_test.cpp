@@ -98,6 +98,92 @@ TEST(Norm, GatedRmsNormMatchesTheOracle) {
   }
 }
 
+TEST(Norm, GateFirstRmsNormMatchesTheOracle) {
+  std::mt19937_64 random(5);
+  for (int64_t size : kSizes) {
+    const int64_t tokens = 5;
+    const int groups = 3;
+    const int64_t x_stride = groups * size + 3, z_stride = groups * size + 7, y_stride = groups * size + 1;
+    const std::vector<float> x = random_normal(random, tokens * x_stride, 0.01f);
+    const std::vector<float> z = random_normal(random, tokens * z_stride, 4.0f);
+    const std::vector<float> weight = random_normal(random, groups * size, 0.5f, 1.0f);
+    std::vector<float> bits;
+    for (int threads : {1, 2, 3}) {
+      Device device(threads);
+      std::vector<float> y = poisoned(tokens * y_stride);
+      gate_first_rms_norm({.tokens = tokens,
+                           .groups = groups,
+                           .size = size,
+                           .x = x.data(),
+                           .z = z.data(),
+                           .x_stride = x_stride,
+                           .z_stride = z_stride,
+                           .weight = weight.data(),
+                           .eps = 1e-6f,
+                           .y = y.data(),
+                           .y_stride = y_stride},
+                          device);
+      if (threads == 1) bits = y;
+      EXPECT_TRUE(same_bits(y, bits));
+    }
+    for (int64_t n = 0; n < tokens; ++n) {
+      for (int g = 0; g < groups; ++g) {
+        const auto from = std::span(x).subspan(n * x_stride + g * size, size);
+        const auto gate = std::span(z).subspan(n * z_stride + g * size, size);
+        const auto own = std::span(weight).subspan(g * size, size);
+        const auto given = std::span(bits).subspan(n * y_stride + g * size, size);
+        EXPECT_LE(relative_error(given, ref::gate_first_rms_norm(from, gate, own, 1e-6)), kFloat32Bound);
+        // Teeth: the gate after the norm, or another group's weights, is far outside.
+        EXPECT_GT(relative_error(given, ref::gated_rms_norm(from, gate, own, 1e-6)), 100 * kFloat32Bound);
+        const auto other = std::span(weight).subspan((g + 1) % groups * size, size);
+        EXPECT_GT(relative_error(given, ref::gate_first_rms_norm(from, gate, other, 1e-6)), 100 * kFloat32Bound);
+      }
+      for (int64_t i = groups * size; i < y_stride; ++i) EXPECT_TRUE(std::isnan(bits[n * y_stride + i]));
+    }
+  }
+}
+
+// In place, a token alone, and tokens that are no numbers beside it.
+TEST(Norm, GateFirstRmsNormOfATokenDependsOnNothingElse) {
+  std::mt19937_64 random(6);
+  const int64_t tokens = 300, size = 33, width = 2 * size;
+  std::vector<float> x = random_normal(random, tokens * width);
+  const std::vector<float> z = random_normal(random, tokens * width), weight = random_normal(random, width);
+  Device device(3);
+  std::vector<float> y = poisoned(tokens * width);
+  GateFirstRmsNorm args{.tokens = tokens,
+                        .groups = 2,
+                        .size = size,
+                        .x = x.data(),
+                        .z = z.data(),
+                        .x_stride = width,
+                        .z_stride = width,
+                        .weight = weight.data(),
+                        .y = y.data(),
+                        .y_stride = width};
+  gate_first_rms_norm(args, device);
+  std::vector<float> in_place = x;
+  for (int64_t n = 1; n < tokens; n += 2) in_place[n * width] = std::numeric_limits<float>::quiet_NaN();
+  args.x = args.y = in_place.data();
+  gate_first_rms_norm(args, device);
+  std::vector<float> alone = poisoned(width);
+  for (int64_t n = 0; n < tokens; ++n) {
+    const auto expected = std::span(y).subspan(n * width, width), given = std::span(in_place).subspan(n * width, width);
+    if (n % 2 == 0) {
+      EXPECT_TRUE(same_bits(given, expected));
+    }
+    // The spoilt group is no number from end to end; the token's other group keeps its bits.
+    for (int64_t i = 0; i < size && n % 2 == 1; ++i) EXPECT_TRUE(std::isnan(given[i]));
+    EXPECT_TRUE(same_bits(given.subspan(size), expected.subspan(size)));
+    args.tokens = 1;
+    args.x = x.data() + n * width;
+    args.z = z.data() + n * width;
+    args.y = alone.data();
+    gate_first_rms_norm(args, device);
+    EXPECT_TRUE(same_bits(alone, expected));
+  }
+}
+
 TEST(Norm, ATokensBitsDependOnNothingElse) {
   std::mt19937_64 random(3);
   const int64_t tokens = 300, size = 80;
@@ -211,6 +297,15 @@ TEST(Norm, RefusesWrongArguments) {
                        .eps = bad.eps,
                        .y = bad.y};
     EXPECT_THROW(gated_rms_norm(gated, device), Error);
+    const GateFirstRmsNorm gate_first{.tokens = bad.tokens,
+                                      .groups = bad.heads,
+                                      .size = bad.size,
+                                      .x = bad.x,
+                                      .z = bad.x,
+                                      .weight = bad.weight,
+                                      .eps = bad.eps,
+                                      .y = bad.y};
+    EXPECT_THROW(gate_first_rms_norm(gate_first, device), Error);
   };
   refused([](RmsNorm& a) { a.tokens = -1; });
   refused([](RmsNorm& a) { a.heads = -1; });

@@ -3,14 +3,12 @@
 
 #include <gtest/gtest.h>
 
-#include <deque>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "tests/bad_input.h"
+#include "tests/model_directory.h"
 #include "tests/model_rig.h"
 
 namespace replayssm {
@@ -18,40 +16,6 @@ namespace {
 
 using namespace replayssm::test;
 using nlohmann::json;
-
-// A model directory in memory, to be changed and written out.
-struct Model {
-  explicit Model(const std::string& name) : file(fixture_directory(name) + "/model.safetensors") {
-    std::ifstream stream(fixture_directory(name) + "/config.json");
-    config = json::parse(stream);
-    for (const Tensor& tensor : file.tensors()) tensors[tensor.name] = tensor;
-  }
-
-  Tensor& add(const std::string& name, Dtype dtype, std::vector<int64_t> shape) {
-    Tensor tensor{.name = name, .dtype = dtype, .shape = std::move(shape), .bytes = {}};
-    owned.emplace_back(static_cast<size_t>(tensor.elements()) * dtype_bits(dtype) / 8, std::byte{0});
-    tensor.bytes = owned.back();
-    return tensors[name] = tensor;
-  }
-
-  void write_file(const TemporaryDirectory& directory, const std::string& name,
-                  const std::function<bool(const std::string&)>& is_wanted) const {
-    std::vector<Tensor> some;
-    for (const auto& [key, tensor] : tensors)
-      if (is_wanted(key)) some.push_back(tensor);
-    write_safetensors(directory.path(name), some);
-  }
-
-  void write(const TemporaryDirectory& directory) const {
-    directory.write("config.json", config.dump());
-    write_file(directory, "model.safetensors", [](const std::string&) { return true; });
-  }
-
-  SafetensorsFile file;
-  json config;
-  std::map<std::string, Tensor> tensors;
-  std::deque<std::vector<std::byte>> owned;
-};
 
 std::vector<float> logits_of(const std::string& directory) {
   const ModelFixture fixture(directory);
@@ -63,7 +27,7 @@ std::vector<float> logits_of(const std::string& directory) {
 
 TEST(QwenWeights, WrappingMtpAndImagesChangeNothing) {
   for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny", "qwen3_5_moe-tiny"}) {
-    Model model(name);
+    ModelDirectory model(name);
     std::map<std::string, Tensor> renamed;
     for (auto& [key, tensor] : model.tensors) {
       std::string other = key;
@@ -90,7 +54,7 @@ TEST(QwenWeights, WrappingMtpAndImagesChangeNothing) {
 }
 
 TEST(QwenWeights, ShardsGiveTheSameBits) {
-  const Model model("qwen3_next-tiny");
+  const ModelDirectory model("qwen3_next-tiny");
   const TemporaryDirectory directory;
   directory.write("config.json", model.config.dump());
   json map;
@@ -105,7 +69,7 @@ TEST(QwenWeights, ShardsGiveTheSameBits) {
 
 // All experts in one tensor a projection, as Qwen3.5 has them, or each in its own, as Qwen3-Next.
 TEST(QwenWeights, FusedAndSeparateExpertsGiveTheSameBits) {
-  Model model("qwen3_5_moe-tiny");
+  ModelDirectory model("qwen3_5_moe-tiny");
   const std::map<std::string, Tensor> fused = model.tensors;
   int separated = 0;
   for (const auto& [name, tensor] : fused) {
@@ -138,7 +102,7 @@ TEST(QwenWeights, FusedAndSeparateExpertsGiveTheSameBits) {
 TEST(QwenWeights, TheFingerprintSeesTheRouter) {
   const ModelFixture original(fixture_directory("qwen3_next_moe-tiny"));
   for (const json& patch : {json{{"num_experts_per_tok", 2}}, json{{"norm_topk_prob", true}}}) {
-    Model model("qwen3_next_moe-tiny");
+    ModelDirectory model("qwen3_next_moe-tiny");
     model.config.update(patch);
     const TemporaryDirectory directory;
     model.write(directory);
@@ -149,7 +113,7 @@ TEST(QwenWeights, TheFingerprintSeesTheRouter) {
 // Widened weights are the same numbers, in a whole model and where a matrix mixes dtypes.
 TEST(QwenWeights, Fp32WeightsGiveTheSameBits) {
   for (const std::string& part : {std::string(), std::string("in_proj_b"), std::string("A_log"), std::string("norm")}) {
-    Model model("qwen3_5-tiny");
+    ModelDirectory model("qwen3_5-tiny");
     for (auto& [name, tensor] : model.tensors) {
       if (name.find(part) == std::string::npos) continue;
       model.owned.emplace_back(static_cast<size_t>(tensor.elements()) * sizeof(float));
@@ -168,9 +132,9 @@ TEST(QwenWeights, TheFingerprintSeesEveryTensor) {
   const ModelFixture original(fixture_directory("qwen3_5-tiny"));
   EXPECT_EQ(original.weights.fingerprint.size(), 16u);
   EXPECT_EQ(ModelFixture(fixture_directory("qwen3_5-tiny")).weights.fingerprint, original.weights.fingerprint);
-  const Model source("qwen3_5-tiny");
+  const ModelDirectory source("qwen3_5-tiny");
   for (const auto& [name, tensor] : source.tensors) {
-    Model model("qwen3_5-tiny");
+    ModelDirectory model("qwen3_5-tiny");
     Tensor& changed = model.tensors[name];
     model.owned.emplace_back(changed.bytes.begin(), changed.bytes.end());
     model.owned.back().back() ^= std::byte{1};
@@ -182,8 +146,8 @@ TEST(QwenWeights, TheFingerprintSeesEveryTensor) {
 }
 
 TEST(QwenWeights, RefusalsNameTheTensor) {
-  const auto refused = [](const char* name, const std::function<void(Model&)>& change, const auto&... parts) {
-    Model model(name);
+  const auto refused = [](const char* name, const std::function<void(ModelDirectory&)>& change, const auto&... parts) {
+    ModelDirectory model(name);
     change(model);
     const TemporaryDirectory directory;
     model.write(directory);
@@ -191,22 +155,22 @@ TEST(QwenWeights, RefusalsNameTheTensor) {
   };
   // Every tensor, missing or of one row more.
   for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny", "qwen3_5_moe-tiny", "qwen3_next_moe-tiny"}) {
-    const Model source(name);
+    const ModelDirectory source(name);
     for (const auto& [key, tensor] : source.tensors) {
       const std::string missing = key;
       refused(
-          name, [&](Model& model) { model.tensors.erase(missing); }, missing);
+          name, [&](ModelDirectory& model) { model.tensors.erase(missing); }, missing);
       std::vector<int64_t> longer = tensor.shape;
       ++longer[0];
       refused(
-          name, [&](Model& model) { model.add(missing, Dtype::kBF16, longer); }, missing, shape_text(tensor.shape),
-          shape_text(longer));
+          name, [&](ModelDirectory& model) { model.add(missing, Dtype::kBF16, longer); }, missing,
+          shape_text(tensor.shape), shape_text(longer));
     }
   }
   const std::string gate = "model.layers.2.mlp.gate_proj.weight";
   refused(
       "qwen3_5-tiny",
-      [&](Model& model) {
+      [&](ModelDirectory& model) {
         model.add(gate, Dtype::kI32, {100, 56});
       },
       gate, "BF16", "I32");

@@ -88,6 +88,25 @@ class DocumentBuilder : public nlohmann::json_sax<json> {
   std::vector<json*> open_;
 };
 
+// `text` with every bare Infinity replaced by the string "inf" and spaces: places keep their number.
+std::string quote_infinities(std::string_view text) {
+  constexpr std::string_view kBare = "Infinity", kQuoted = "\"inf\"   ";
+  static_assert(kBare.size() == kQuoted.size());
+  std::string quoted(text);
+  bool is_string = false;
+  for (size_t i = 0; i < quoted.size(); ++i) {
+    if (quoted[i] == '"') {
+      is_string = !is_string;
+    } else if (is_string) {
+      i += quoted[i] == '\\';
+    } else if (text.substr(i, kBare.size()) == kBare && (i == 0 || text[i - 1] != '-')) {
+      quoted.replace(i, kBare.size(), kQuoted);
+      i += kBare.size() - 1;
+    }
+  }
+  return quoted;
+}
+
 }  // namespace
 
 json parse_json(std::string_view text, std::string_view source) {
@@ -97,7 +116,12 @@ json parse_json(std::string_view text, std::string_view source) {
   const size_t zero = text.find('\0');
   require(zero == std::string_view::npos, "{}: expected JSON, got something else at byte {}", source, zero);
   DocumentBuilder builder(source);
-  json::sax_parse(text.begin(), text.end(), &builder);
+  if (text.find("Infinity") == std::string_view::npos) {
+    json::sax_parse(text.begin(), text.end(), &builder);
+  } else {
+    const std::string quoted = quote_infinities(text);
+    json::sax_parse(quoted.begin(), quoted.end(), &builder);
+  }
   return builder.take();
 }
 

@@ -16,7 +16,8 @@ inline constexpr size_t kMaxJsonValues = size_t{1} << 22;
 
 // The document in `text` (UTF-8). Throws Error, its line opening with `source` (a file's name), if the text is not one
 // JSON document, names a key twice in one object, nests deeper than kMaxJsonDepth, or has a number that no double
-// holds. The memory used is at most in proportion to the text.
+// holds. The memory used is at most in proportion to the text. An infinite number, which Python writes as a bare
+// Infinity although JSON has none, is read as the string "inf".
 nlohmann::json parse_json(std::string_view text, std::string_view source);
 
 // `value` in a few words for an error line: scalars as they are (long strings shortened), containers by kind and size.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -12,6 +13,7 @@
 
 #include "replayssm/ops/delta.h"
 #include "replayssm/ops/experts.h"
+#include "replayssm/ops/mamba2.h"
 
 namespace replayssm {
 
@@ -23,6 +25,18 @@ struct DeltaConfig {
   int key_channels() const { return shape.key_heads * shape.key_size; }
   int value_channels() const { return shape.heads * shape.value_size; }
   int conv_channels() const { return 2 * key_channels() + value_channels(); }
+};
+
+// Mamba-2 behind a short convolution over x | B | C.
+struct Mamba2Config {
+  Mamba2Shape shape;   // one that ops/mamba2.h accepts
+  int conv_width = 0;  // inputs of the causal convolution
+  bool has_conv_bias = false;
+  double time_step_min = 0;  // the clamp of the time step
+  double time_step_max = std::numeric_limits<double>::infinity();
+
+  int inner_channels() const { return shape.heads * shape.head_size; }
+  int conv_channels() const { return inner_channels() + 2 * shape.groups * shape.state_size; }
 };
 
 // Softmax attention with grouped queries.
@@ -58,7 +72,7 @@ struct ExpertsConfig {
   bool has_shared_gate = false;  // the shared expert's output times a sigmoid, one a token
 };
 
-using BlockConfig = std::variant<DeltaConfig, AttentionConfig, FeedForwardConfig, ExpertsConfig>;
+using BlockConfig = std::variant<DeltaConfig, Mamba2Config, AttentionConfig, FeedForwardConfig, ExpertsConfig>;
 
 struct Block {
   int layer = 0;  // the model's own count, from 0
@@ -97,7 +111,7 @@ struct ModelConfig {
 };
 
 // Parses the texts of config.json and, unless empty, generation_config.json; `source` opens the error lines. The fields
-// are those of the model's family: replayssm/model/qwen.h. End tokens are those of both files.
+// are those of the model's family: replayssm/model/qwen.h, nemotron.h. End tokens are those of both files.
 //
 // Throws Error naming the field, the expected and the given, if a field is missing, ill-typed or past its limit
 // (vocabulary 2^22, hidden_size 2^16, intermediate sizes 2^20, experts 2^14, layers 1024, heads 1024, head sizes 1024,

@@ -77,12 +77,14 @@ void feed_forward(const Forward& forward, Activation activation, const FeedForwa
 
 // Each adds its block's output for `arrays.normal` to `arrays.hidden`. `state` is the block's layer in the pool.
 void run_delta(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights, int state);
+void run_mamba2(const Forward& forward, const Mamba2Config& config, const Mamba2Weights& weights, int state);
 void run_attention(const Forward& forward, const AttentionConfig& config, const AttentionWeights& weights, int state);
 void run_feed_forward(const Forward& forward, const FeedForwardConfig& config, const FeedForwardWeights& weights);
 void run_experts(const Forward& forward, const ExpertsConfig& config, const ExpertsWeights& weights);
 
 // What each needs for pools of this layout and steps of up to max_tokens tokens.
 BlockWidths block_widths(const DeltaConfig& config, const StateLayout& layout, int max_tokens, Device& device);
+BlockWidths block_widths(const Mamba2Config& config, const StateLayout& layout, int max_tokens, Device& device);
 BlockWidths block_widths(const AttentionConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 BlockWidths block_widths(const FeedForwardConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 BlockWidths block_widths(const ExpertsConfig& config, const StateLayout& layout, int max_tokens, Device& device);

@@ -18,6 +18,9 @@ struct StateOf {
   void operator()(const DeltaConfig& delta) const {
     layers.push_back(DeltaLayer{delta.shape, delta.conv_channels(), delta.conv_width});
   }
+  void operator()(const Mamba2Config& mamba) const {
+    layers.push_back(Mamba2Layer{mamba.shape, mamba.conv_channels(), mamba.conv_width});
+  }
   void operator()(const AttentionConfig& attention) const {
     layers.push_back(AttentionLayer{attention.kv_heads, attention.head_size});
   }
@@ -144,6 +147,8 @@ void LanguageModel::run_block(const Forward& forward, size_t index) {
   const BlockWeights& weights = weights_.blocks[index].body;
   if (const auto* delta = std::get_if<DeltaConfig>(&config))
     run_delta(forward, *delta, std::get<DeltaWeights>(weights), state_[index]);
+  else if (const auto* mamba = std::get_if<Mamba2Config>(&config))
+    run_mamba2(forward, *mamba, std::get<Mamba2Weights>(weights), state_[index]);
   else if (const auto* attention = std::get_if<AttentionConfig>(&config))
     run_attention(forward, *attention, std::get<AttentionWeights>(weights), state_[index]);
   else if (const auto* experts = std::get_if<ExpertsConfig>(&config))

@@ -34,6 +34,18 @@ struct DeltaWeights {
   Matrix out_proj;        // [hidden, H*V]
 };
 
+// H heads of P in G groups with states of N, C = H P + 2 G N channels of the convolution, W its width.
+struct Mamba2Weights {
+  Matrix in_proj;           // rows [z H*P | x H*P | B G*N | C G*N | dt H], heads and groups in order
+  Buffer<float> conv;       // [W, C]
+  Buffer<float> conv_bias;  // [C]; empty without one
+  Buffer<float> a_log;      // [H]
+  Buffer<float> d;          // [H]
+  Buffer<float> dt_bias;    // [H]
+  Buffer<float> norm;       // [H*P], plain
+  Matrix out_proj;          // [hidden, H*P]
+};
+
 // Q query heads, M key/value heads of D.
 struct AttentionWeights {
   Matrix in_proj;        // rows [q Q*D | k M*D | v M*D | gate Q*D], heads in order; no gate without an output gate
@@ -59,7 +71,7 @@ struct ExpertsWeights {
 };
 
 // In the order of BlockConfig.
-using BlockWeights = std::variant<DeltaWeights, AttentionWeights, FeedForwardWeights, ExpertsWeights>;
+using BlockWeights = std::variant<DeltaWeights, Mamba2Weights, AttentionWeights, FeedForwardWeights, ExpertsWeights>;
 
 struct Weights {
   struct Block {

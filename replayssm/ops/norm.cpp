@@ -63,6 +63,23 @@ void gated_rms_norm_kernel(const GatedRmsNorm& args, int64_t begin, int64_t end)
   }
 }
 
+// One call owns the tokens begin .. end-1. The gated vector lies in y until its norm is known.
+void gate_first_rms_norm_kernel(const GateFirstRmsNorm& args, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end; ++n) {
+    for (int g = 0; g < args.groups; ++g) {
+      const float* x = args.x + n * args.x_stride + g * args.size;
+      const float* z = args.z + n * args.z_stride + g * args.size;
+      const float* weight = args.weight + g * args.size;
+      float* y = args.y + n * args.y_stride + g * args.size;
+      for_each_vector(args.size,
+                      [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Mul(load(x), silu(load(z))), y); });
+      const Floats factor = inverse_rms(y, args.size, args.eps);
+      for_each_vector(args.size, [&](const auto& load, const auto& store)
+                                     HWY_ATTR { store(hn::Mul(hn::Mul(load(y), factor), load(weight)), y); });
+    }
+  }
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace replayssm
 HWY_AFTER_NAMESPACE();
@@ -71,6 +88,7 @@ HWY_AFTER_NAMESPACE();
 namespace replayssm {
 HWY_EXPORT(rms_norm_kernel);
 HWY_EXPORT(gated_rms_norm_kernel);
+HWY_EXPORT(gate_first_rms_norm_kernel);
 
 namespace {
 
@@ -104,6 +122,19 @@ void gated_rms_norm(const GatedRmsNorm& args, Device& device) {
           "gated_rms_norm: x, z, weight and y must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(gated_rms_norm_kernel);
   device.threads().parallel_for(args.tokens, norm_grain(args.heads * args.size),
+                                [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
+}
+
+void gate_first_rms_norm(const GateFirstRmsNorm& args, Device& device) {
+  require(args.tokens >= 0 && args.groups >= 0 && args.size > 0,
+          "gate_first_rms_norm: expected tokens and groups >= 0 and size > 0, got {}, {} and {}", args.tokens,
+          args.groups, args.size);
+  require(args.eps >= 0, "gate_first_rms_norm: expected eps >= 0, got {}", args.eps);
+  if (args.tokens == 0 || args.groups == 0) return;
+  require(args.x != nullptr && args.z != nullptr && args.weight != nullptr && args.y != nullptr,
+          "gate_first_rms_norm: x, z, weight and y must not be null");
+  const auto kernel = HWY_DYNAMIC_DISPATCH(gate_first_rms_norm_kernel);
+  device.threads().parallel_for(args.tokens, norm_grain(args.groups * args.size),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
 }
 

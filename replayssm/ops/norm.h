@@ -1,8 +1,9 @@
 // Root-mean-square norms (FP32). Sources: Zhang and Sennrich, arXiv 1910.07467; the gated form of Gated DeltaNet,
-// arXiv 2412.06464.
+// arXiv 2412.06464; the gate-first form of Mamba-2, arXiv 2405.21060.
 //
-//   rms_norm:        y = x / sqrt(mean(x^2) + eps) * s         s = w, or 1 + w where the weights are zero-centred
-//   gated_rms_norm:  y = x / sqrt(mean(x^2) + eps) * w * silu(z)          silu(z) = z / (1 + e^-z)
+//   rms_norm:             y = x / sqrt(mean(x^2) + eps) * s    s = w, or 1 + w where the weights are zero-centred
+//   gated_rms_norm:       y = x / sqrt(mean(x^2) + eps) * w * silu(z)          silu(z) = z / (1 + e^-z)
+//   gate_first_rms_norm:  y = u / sqrt(mean(u^2) + eps) * w,  u = x * silu(z)
 //
 // over the last dimension of `size` elements. A vector's bits depend on nothing but the vector, its gate and the
 // weights.
@@ -45,5 +46,21 @@ struct GatedRmsNorm {
   int64_t y_stride = 0;
 };
 void gated_rms_norm(const GatedRmsNorm& args, Device& device);
+
+// The gate comes before the norm, and every group of a token has weights of its own. y may be x. Throws Error as
+// rms_norm does.
+struct GateFirstRmsNorm {
+  int64_t tokens = 0;        // N
+  int groups = 0;            // G
+  int64_t size = 0;          // elements of a group
+  const float* x = nullptr;  // [N, G, size], x_stride
+  const float* z = nullptr;  // [N, G, size], z_stride
+  int64_t x_stride = 0, z_stride = 0;
+  const float* weight = nullptr;  // [G, size]
+  float eps = 1e-6f;
+  float* y = nullptr;  // [N, G, size], y_stride
+  int64_t y_stride = 0;
+};
+void gate_first_rms_norm(const GateFirstRmsNorm& args, Device& device);
 
 }  // namespace replayssm

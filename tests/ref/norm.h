@@ -24,4 +24,16 @@ inline std::vector<double> gated_rms_norm(std::span<const float> x, std::span<co
   return y;
 }
 
+inline std::vector<double> gate_first_rms_norm(std::span<const float> x, std::span<const float> z,
+                                               std::span<const float> weight, double eps) {
+  std::vector<double> y;
+  double mean = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    y.push_back(x[i] * static_cast<double>(z[i]) / (1 + std::exp(-static_cast<double>(z[i]))));
+    mean += y[i] * y[i] / static_cast<double>(x.size());
+  }
+  for (size_t i = 0; i < x.size(); ++i) y[i] *= weight[i] / std::sqrt(mean + eps);
+  return y;
+}
+
 }  // namespace replayssm::ref
