@@ -1,4 +1,5 @@
 // `replayssm info`: what a model is made of and what a sequence's state costs.
+#include <filesystem>
 #include <string>
 
 #include "apps/command.h"
@@ -6,37 +7,58 @@
 #include "apps/terminal.h"
 #include "replayssm/core/error.h"
 #include "replayssm/model/checkpoint.h"
+#include "replayssm/model/language_model.h"
 #include "replayssm/model/model.h"
-#include "replayssm/model/qwen.h"
 
 namespace replayssm {
 namespace {
 
-std::string describe_model(const Model& model, int64_t parameters) {
-  const ModelConfig& config = model.config;
-  const DeltaShape& delta = config.delta.shape;
-  const AttentionConfig& attention = config.attention;
-  std::string text;
-  auto line = [&text](std::string_view name, const std::string& value) {
-    text += fmt::format("{:<22}{}\n", name, value);
-  };
-  line("model", config.model_type);
-  line("parameters", fmt::format("{} ({} bytes of weights loaded)", parameters, model.weights.bytes));
-  line("vocabulary", fmt::format("{}{}", config.vocabulary, config.has_tied_embeddings ? ", tied embeddings" : ""));
-  line("context", fmt::format("{} tokens", config.context_tokens));
-  line("hidden size", fmt::format("{}, feed-forward {}", config.hidden_size, config.intermediate_size));
-  std::string pattern;
-  for (const LayerKind kind : config.layers) pattern += kind == LayerKind::kDelta ? 'D' : 'A';
-  line("layers", fmt::format("{} ({}; D delta rule, A attention)", config.layers.size(), pattern));
-  if (config.count(LayerKind::kDelta) > 0)
-    line("delta rule", fmt::format("{} value heads of {}, {} key heads of {}, convolution of width {} over {} channels",
-                                   delta.heads, delta.value_size, delta.key_heads, delta.key_size,
-                                   config.delta.conv_width, config.delta.conv_channels()));
-  if (config.count(LayerKind::kAttention) > 0)
-    line("attention",
-         fmt::format("{} query heads and {} key/value heads of {}, {} dimensions rotate", attention.query_heads,
-                     attention.kv_heads, attention.head_size, attention.rotary_size));
-  return text;
+// A kind of block: its letter in the pattern, its name, and its sizes in words.
+struct BlockText {
+  char letter;
+  std::string name;
+  std::string sizes;
+};
+
+BlockText describe(const DeltaConfig& delta) {
+  const DeltaShape& shape = delta.shape;
+  return {'D', "delta rule",
+          fmt::format("{} value heads of {}, {} key heads of {}, convolution of width {} over {} channels", shape.heads,
+                      shape.value_size, shape.key_heads, shape.key_size, delta.conv_width, delta.conv_channels())};
+}
+
+BlockText describe(const AttentionConfig& attention) {
+  return {'A', "attention",
+          fmt::format("{} query heads and {} key/value heads of {}, {} dimensions rotate", attention.query_heads,
+                      attention.kv_heads, attention.head_size, attention.rotary_size)};
+}
+
+BlockText describe(const FeedForwardConfig& feed_forward) {
+  return {'F', "feed-forward", fmt::format("SwiGLU of {}", feed_forward.size)};
+}
+
+std::string line(std::string_view name, const std::string& value) {
+  return fmt::format("{:<22}{}\n", name, value);
+}
+
+// The pattern of all blocks, and a line for each different one.
+std::string describe_blocks(const ModelConfig& config) {
+  std::string pattern, lines;
+  for (const Block& block : config.blocks) {
+    const BlockText text = std::visit([](const auto& sizes) { return describe(sizes); }, block.config);
+    pattern += text.letter;
+    const std::string own = line(fmt::format("{} {}", text.letter, text.name), text.sizes);
+    if (lines.find(own) == std::string::npos) lines += own;
+  }
+  return line("layers", fmt::format("{}, of blocks {}", config.layers, pattern)) + lines;
+}
+
+std::string describe_model(const ModelConfig& config, const std::string& parameters) {
+  return line("model", config.model_type) + line("parameters", parameters) +
+         line("vocabulary",
+              fmt::format("{}{}", config.vocabulary, config.has_tied_embeddings ? ", tied embeddings" : "")) +
+         line("context", fmt::format("{} tokens", config.context_tokens)) +
+         line("hidden size", fmt::format("{}", config.hidden_size)) + describe_blocks(config);
 }
 
 std::string describe_state(const StateLayout& layout) {
@@ -58,13 +80,25 @@ int64_t count_parameters(const Checkpoint& checkpoint) {
   return parameters;
 }
 
+bool has_weights(const std::string& directory) {
+  std::error_code error;
+  for (const char* name : {"model.safetensors", "model.safetensors.index.json"})
+    if (std::filesystem::exists(std::filesystem::path(directory) / name, error)) return true;
+  return false;
+}
+
 }  // namespace
 
 int run_info(const InfoFlags& flags) {
-  const Model model = load_shown(flags.model);
-  const StateLayout layout = qwen_state_layout(model.config, model.weights, flags.window, flags.step_tokens, 16);
-  const std::string text = describe_model(model, count_parameters(Checkpoint(flags.model))) + describe_state(layout);
-  write_out(text);
+  ModelConfig config = read_config(flags.model);
+  std::string parameters = "no weights here, the config alone";
+  if (has_weights(flags.model)) {
+    const Model model = load_shown(flags.model);
+    parameters =
+        fmt::format("{} ({} bytes of weights loaded)", count_parameters(Checkpoint(flags.model)), model.weights.bytes);
+  }
+  const StateLayout layout = state_layout(config, "", flags.window, flags.step_tokens, 16);
+  write_out(describe_model(config, parameters) + describe_state(layout));
   return 0;
 }
 

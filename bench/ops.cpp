@@ -2,7 +2,6 @@
 
 #include <fmt/ranges.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,9 +9,10 @@
 #include <ctime>
 #include <fstream>
 #include <map>
-#include <random>
 
 #include "bench/memory_roof.h"
+#include "bench/op_memory.h"
+#include "bench/ops_mamba2.h"
 #include "replayssm/core/buffer.h"
 #include "replayssm/core/error.h"
 #include "replayssm/core/simd.h"
@@ -39,24 +39,13 @@ double us_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Random numbers for inputs; the state starts random too, so that nothing is zero.
-void fill_random(Buffer<float>& values, float low, float high, uint32_t seed) {
-  std::minstd_rand random(seed);
-  std::uniform_real_distribution<float> uniform(low, high);
-  // A block drawn once and repeated: gigabytes of draws would take longer than the benchmark.
-  const size_t block = std::min<size_t>(values.size(), 1 << 16);
-  for (size_t i = 0; i < block; ++i) values[i] = uniform(random);
-  for (size_t i = block; i < values.size(); ++i) values[i] = values[i - block];
-}
-
 // A layer's state for `sets` batches, larger together than the caches, and their cursors spread evenly over the cycle.
 class DeltaBench {
  public:
   DeltaBench(const DeltaShape& shape, int batch, int window, int tokens, Device& device)
       : shape_(shape), batch_(batch), tokens_(tokens), device_(device) {
     const int64_t state_floats = int64_t{shape.heads} * shape.value_size * shape.key_size;
-    const int64_t footprint = footprint_bytes();
-    sets_ = static_cast<int>(std::max<int64_t>(2, (footprint / 4 + batch * state_floats - 1) / (batch * state_floats)));
+    sets_ = rotating_sets(batch * state_floats);
     const int64_t slots = int64_t{sets_} * batch;
     const int64_t C = window + tokens;
     state_.shape = shape;
@@ -73,7 +62,7 @@ class DeltaBench {
     state_.ring_k_scale = place(k_scale_, shape.key_heads * C, 0.05f, 0.1f);
     state_.ring_gram = place(gram_, shape.key_heads * C * C, -0.1f, 0.1f);
     state_.ring_v = place(v_, shape.heads * C * shape.value_size, -1, 1);
-    state_.ring_g = place(g_, shape.heads * C, -0.1f, 0);
+    state_.ring_decay = place(g_, shape.heads * C, -0.1f, 0);
     state_.ring_beta = place(beta_, shape.heads * C, 0, 1);
     cycle_ = std::max(1, window / tokens);
     base_.assign(slots, 0);
@@ -126,12 +115,6 @@ class DeltaBench {
   }
 
  private:
-  // Twice the last cache, and enough where its size is not known.
-  static int64_t footprint_bytes() {
-    const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return std::max<int64_t>(int64_t{512} << 20, 2 * cache);
-  }
-
   double state_bytes() const { return 4.0 * shape_.heads * shape_.value_size * shape_.key_size; }
   double record_bytes() const {
     return 4.0 * (shape_.key_heads * (shape_.key_size + 1) + shape_.heads * (shape_.value_size + 2));
@@ -184,8 +167,8 @@ class DeltaBench {
 struct Samples {
   std::vector<double> us, bytes, roof, share;
 
-  template <typename Call>
-  void add(DeltaBench& bench, int calls, double round_roof, const Call& call) {
+  template <typename Bench, typename Call>
+  void add(Bench& bench, int calls, double round_roof, const Call& call) {
     bench.take_bytes();
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < calls; ++i) call();
@@ -211,8 +194,8 @@ struct Samples {
   }
 };
 
-void add_results(const OpsOptions& options, int batch, Device& device, std::vector<OpsResult>& results) {
-  DeltaBench bench(shapes().at(options.shape), batch, options.window, options.tokens, device);
+template <typename Bench>
+void add_results(const OpsOptions& options, int batch, Bench& bench, Device& device, std::vector<OpsResult>& results) {
   Samples conventional, replay, exact;
   // A call at a small batch takes microseconds: several cycles make a sample that a timer sees well.
   const int calls = bench.cycle() * std::max(1, 8 / batch);
@@ -227,13 +210,13 @@ void add_results(const OpsOptions& options, int batch, Device& device, std::vect
     replay.add(bench, calls, read, [&] { bench.decode(Readout::kDirect); });
     exact.add(bench, calls, read, [&] { bench.decode(Readout::kExact); });
   }
-  if (options.tokens == 1) results.push_back(conventional.result("delta", "conventional", batch, 1));
-  results.push_back(replay.result("delta", "replay", batch, options.tokens));
-  results.push_back(exact.result("delta", "exact", batch, options.tokens));
+  if (options.tokens == 1) results.push_back(conventional.result(options.op, "conventional", batch, 1));
+  results.push_back(replay.result(options.op, "replay", batch, options.tokens));
+  results.push_back(exact.result(options.op, "exact", batch, options.tokens));
 }
 
-void add_prefill_results(const OpsOptions& options, Device& device, std::vector<OpsResult>& results) {
-  DeltaBench bench(shapes().at(options.shape), 1, options.window, options.tokens, device);
+template <typename Bench>
+void add_prefill_results(const OpsOptions& options, Bench& bench, Device& device, std::vector<OpsResult>& results) {
   for (int tokens : options.prefill_tokens) {
     Samples samples;
     for (int round = 0; round < options.rounds; ++round) {
@@ -241,8 +224,19 @@ void add_prefill_results(const OpsOptions& options, Device& device, std::vector<
       bench.prefill(tokens);  // brings back what the roof has driven out of the caches
       samples.add(bench, 4, update, [&] { bench.prefill(tokens); });
     }
-    results.push_back(samples.result("delta_prefill", "conventional", 1, tokens));
+    results.push_back(samples.result(options.op + "_prefill", "conventional", 1, tokens));
   }
+}
+
+template <typename Bench, typename Shape>
+void add_all_results(const OpsOptions& options, const Shape& shape, Device& device, std::vector<OpsResult>& results) {
+  for (int batch : options.batches) {
+    Bench bench(shape, batch, options.window, options.tokens, device);
+    add_results(options, batch, bench, device, results);
+  }
+  if (options.prefill_tokens.empty()) return;
+  Bench bench(shape, 1, options.window, options.tokens, device);
+  add_prefill_results(options, bench, device, results);
 }
 
 std::string machine_name() {
@@ -276,9 +270,9 @@ void write_csv(const OpsOptions& options, const std::vector<OpsResult>& results)
 }
 
 void check(const OpsOptions& options) {
-  require(options.op == "delta", "--op: expected delta, got '{}'", options.op);
-  require(shapes().contains(options.shape), "--shape: expected one of {}, got '{}'", fmt::join(ops_shapes(), ", "),
-          options.shape);
+  require(options.op == "delta" || options.op == "mamba2", "--op: expected delta or mamba2, got '{}'", options.op);
+  require(options.op == "mamba2" ? mamba2_shapes().contains(options.shape) : shapes().contains(options.shape),
+          "--shape: expected one of {}, got '{}'", fmt::join(ops_shapes(), ", "), options.shape);
   require(options.window >= 1 && options.window <= 1024, "--window: expected 1 to 1024, got {}", options.window);
   require(options.tokens >= 1 && options.tokens <= options.window, "--tokens: expected 1 to {} (the window), got {}",
           options.window, options.tokens);
@@ -295,6 +289,7 @@ void check(const OpsOptions& options) {
 std::vector<std::string> ops_shapes() {
   std::vector<std::string> names;
   for (const auto& [name, shape] : shapes()) names.push_back(name);
+  for (const auto& [name, shape] : mamba2_shapes()) names.push_back(name);
   return names;
 }
 
@@ -304,8 +299,10 @@ void run_ops(const OpsOptions& given) {
   OpsOptions options = given;
   options.threads = device.threads().size();
   std::vector<OpsResult> results;
-  for (int batch : options.batches) add_results(options, batch, device, results);
-  if (!options.prefill_tokens.empty()) add_prefill_results(options, device, results);
+  if (options.op == "mamba2")
+    add_all_results<Mamba2Bench>(options, mamba2_shapes().at(options.shape), device, results);
+  else
+    add_all_results<DeltaBench>(options, shapes().at(options.shape), device, results);
   fmt::print("{} on {}, {} threads, {}; FMA roof {:.0f} GFLOP/s\n", options.shape, machine_name(), options.threads,
              simd_target(), multiply_add_roof(device) * 1e-9);
   fmt::print("{:14} {:12} {:>5} {:>6} {:>11} {:>11} {:>11} {:>9} {:>9} {:>6}\n", "op", "decode", "batch", "tokens",

@@ -38,29 +38,34 @@ ModelConfig parse(const json& config, const std::string& generation = "") {
   return parse_config(config.dump(), generation, "");
 }
 
+bool is_attention(const ModelConfig& config, int layer) {
+  return std::holds_alternative<AttentionConfig>(config.blocks[2 * layer].config);
+}
+
 TEST(Config, ReadsTextModel) {
   const ModelConfig config = parse(text_config());
-  EXPECT_EQ(config.architecture, Architecture::kQwen35);
   EXPECT_EQ(config.model_type, "qwen3_5_text");
   EXPECT_EQ(config.vocabulary, 248320);
   EXPECT_EQ(config.hidden_size, 2560);
-  EXPECT_EQ(config.intermediate_size, 9216);
-  ASSERT_EQ(config.layers.size(), 8u);
-  for (int layer = 0; layer < 8; ++layer)
-    EXPECT_EQ(config.layers[layer], layer % 4 == 3 ? LayerKind::kAttention : LayerKind::kDelta);
-  EXPECT_EQ(config.count(LayerKind::kDelta), 6);
-  EXPECT_EQ(config.attention.query_heads, 16);
-  EXPECT_EQ(config.attention.kv_heads, 4);
-  EXPECT_EQ(config.attention.head_size, 256);
-  EXPECT_EQ(config.attention.rotary_size, 64);
-  EXPECT_EQ(config.attention.rope_theta, 1e7);
-  EXPECT_EQ(config.delta.shape.heads, 32);
-  EXPECT_EQ(config.delta.shape.key_heads, 16);
-  EXPECT_EQ(config.delta.shape.key_size, 128);
-  EXPECT_EQ(config.delta.shape.value_size, 128);
-  EXPECT_EQ(config.delta.shape.gate_size, 1);
-  EXPECT_EQ(config.delta.conv_width, 4);
-  EXPECT_EQ(config.delta.conv_channels(), 8192);
+  EXPECT_EQ(config.first<FeedForwardConfig>()->size, 9216);
+  EXPECT_EQ(config.layers, 8);
+  ASSERT_EQ(config.blocks.size(), 16u);
+  for (int layer = 0; layer < 8; ++layer) EXPECT_EQ(is_attention(config, layer), layer % 4 == 3);
+  EXPECT_EQ(config.count<DeltaConfig>(), 6);
+  const AttentionConfig& attention = *config.first<AttentionConfig>();
+  const DeltaConfig& delta = *config.first<DeltaConfig>();
+  EXPECT_EQ(attention.query_heads, 16);
+  EXPECT_EQ(attention.kv_heads, 4);
+  EXPECT_EQ(attention.head_size, 256);
+  EXPECT_EQ(attention.rotary_size, 64);
+  EXPECT_EQ(attention.rope_theta, 1e7);
+  EXPECT_EQ(delta.shape.heads, 32);
+  EXPECT_EQ(delta.shape.key_heads, 16);
+  EXPECT_EQ(delta.shape.key_size, 128);
+  EXPECT_EQ(delta.shape.value_size, 128);
+  EXPECT_EQ(delta.shape.gate_size, 1);
+  EXPECT_EQ(delta.conv_width, 4);
+  EXPECT_EQ(delta.conv_channels(), 8192);
   EXPECT_EQ(config.norm_epsilon, 1e-6);
   EXPECT_TRUE(config.has_tied_embeddings);
   EXPECT_EQ(config.context_tokens, 262144);
@@ -90,7 +95,7 @@ TEST(Config, ReadsWrappedModel) {
 }
 
 TEST(Config, ReadsQwen3Next) {
-  EXPECT_EQ(parse(next_config()).architecture, Architecture::kQwen3Next);
+  EXPECT_EQ(parse(next_config()).model_type, "qwen3_next");
   EXPECT_EQ(parse(next_config()).mtp_layers, 0);
   json config = next_config();
   config["num_nextn_predict_layers"] = 1;
@@ -104,23 +109,23 @@ TEST(Config, ReadsQwen3Next) {
 TEST(Config, ReadsOlderAndDefaultSpellings) {
   json config = text_config();
   config.erase("rope_parameters");
-  EXPECT_EQ(parse(config).attention.rope_theta, 10000);
-  EXPECT_EQ(parse(config).attention.rotary_size, 64);
+  EXPECT_EQ(parse(config).first<AttentionConfig>()->rope_theta, 10000);
+  EXPECT_EQ(parse(config).first<AttentionConfig>()->rotary_size, 64);
   config["rope_theta"] = 500000.5;
   config["partial_rotary_factor"] = 0.5;
   config["rope_scaling"] = nullptr;
-  EXPECT_EQ(parse(config).attention.rope_theta, 500000.5);
-  EXPECT_EQ(parse(config).attention.rotary_size, 128);
+  EXPECT_EQ(parse(config).first<AttentionConfig>()->rope_theta, 500000.5);
+  EXPECT_EQ(parse(config).first<AttentionConfig>()->rotary_size, 128);
   config["rope_scaling"] = {{"type", "default"}, {"mrope_section", {11, 11, 10}}};
-  EXPECT_EQ(parse(config).attention.rotary_size, 128);
+  EXPECT_EQ(parse(config).first<AttentionConfig>()->rotary_size, 128);
   config["layer_types"] = {"full_attention",   "full_attention",   "linear_attention", "linear_attention",
                            "linear_attention", "linear_attention", "linear_attention", "full_attention"};
-  EXPECT_EQ(parse(config).count(LayerKind::kAttention), 3);
-  EXPECT_EQ(parse(config).layers[0], LayerKind::kAttention);
+  EXPECT_EQ(parse(config).count<AttentionConfig>(), 3);
+  EXPECT_TRUE(is_attention(parse(config), 0));
   for (const char* field : {"head_dim", "linear_conv_kernel_dim", "rms_norm_eps", "hidden_act", "attention_bias",
                             "tie_word_embeddings", "eos_token_id", "mtp_num_hidden_layers", "attn_output_gate"})
     config.erase(field);
-  EXPECT_EQ(parse(config).attention.head_size, 256);
+  EXPECT_EQ(parse(config).first<AttentionConfig>()->head_size, 256);
   EXPECT_EQ(parse(config).norm_epsilon, 1e-6);
   EXPECT_FALSE(parse(config).has_tied_embeddings);
   EXPECT_TRUE(parse(config).end_tokens.empty());

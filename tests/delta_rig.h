@@ -97,7 +97,7 @@ class DeltaRig {
     state.ring_k_scale = ring_k_scale.data();
     state.ring_gram = ring_gram.data();
     state.ring_v = ring_v.data();
-    state.ring_g = ring_g.data();
+    state.ring_decay = ring_g.data();
     state.ring_beta = ring_beta.data();
     const size_t bytes = delta_workspace_bytes(shape, capacity, device);
     workspace_ = Buffer<float>(bytes / sizeof(float));

@@ -415,8 +415,16 @@ TEST(Delta, GatesMatchTheFormula) {
   const std::vector<float> projected = random_normal(random, kTokens * kStride, 12.0f);
   const std::vector<float> a_log = random_normal(random, kHeads), dt_bias = random_normal(random, kHeads);
   std::vector<float> g = poisoned(kTokens * kHeads), beta = g;
-  delta_gates({kTokens, kHeads, projected.data(), projected.data() + 7, kStride, kStride, a_log.data(), dt_bias.data(),
-               g.data(), beta.data()},
+  delta_gates({.tokens = kTokens,
+               .heads = kHeads,
+               .a = projected.data(),
+               .b = projected.data() + 7,
+               .a_stride = kStride,
+               .b_stride = kStride,
+               .a_log = a_log.data(),
+               .dt_bias = dt_bias.data(),
+               .g = g.data(),
+               .beta = beta.data()},
               device);
   std::vector<double> expected_g, expected_beta;
   for (int t = 0; t < kTokens; ++t)

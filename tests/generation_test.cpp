@@ -25,7 +25,7 @@ Model tiny_model(const std::string& name = "qwen3_5-tiny") {
   const std::string directory = std::string(REPLAYSSM_SOURCE_DIR) + "/tests/fixtures/models/" + name;
   ModelConfig config = read_config(directory);
   config.end_tokens.clear();
-  QwenWeights weights = load_qwen_weights(Checkpoint(directory), config);
+  Weights weights = load_weights(Checkpoint(directory), config);
   return {std::move(config), Tokenizer(small_tokenizer().dump(), "tokenizer.json"), std::move(weights)};
 }
 

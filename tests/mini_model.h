@@ -247,14 +247,14 @@ inline void relive(MiniModel& model, StatePool& pool, Handle handle,
   }
 }
 
-// A copy of a slot's checkpoints, one array a delta layer.
+// A copy of a slot's checkpoints, one array a recurrent layer.
 inline std::vector<std::vector<float>> checkpoints_of(StatePool& pool, Handle handle) {
   std::vector<std::vector<float>> copies;
   for (size_t index = 0; index < pool.layout().layers.size(); ++index) {
-    if (!std::holds_alternative<DeltaLayer>(pool.layout().layers[index])) continue;
-    const DeltaState state = pool.delta_state(static_cast<int>(index));
-    const int64_t count = int64_t{state.shape.heads} * state.shape.value_size * state.shape.key_size;
-    const float* begin = state.checkpoint + pool.ledger().checkpoint(handle) * count;
+    const RecurrentArrays* arrays = pool.arrays(static_cast<int>(index));
+    if (arrays == nullptr) continue;
+    const int64_t count = arrays->checkpoint_floats();
+    const float* begin = pool.checkpoint(static_cast<int>(index)) + pool.ledger().checkpoint(handle) * count;
     copies.emplace_back(begin, begin + count);
   }
   return copies;
@@ -270,16 +270,11 @@ inline std::vector<uint32_t> pool_bits(StatePool& pool) {
   };
   for (size_t index = 0; index < pool.layout().layers.size(); ++index) {
     const int layer = static_cast<int>(index);
-    if (std::holds_alternative<DeltaLayer>(pool.layout().layers[index])) {
-      const DeltaState s = pool.delta_state(layer);
-      const int64_t records = s.slots * s.capacity, G = s.shape.key_heads, H = s.shape.heads;
-      add(s.checkpoint, s.checkpoints * H * s.shape.value_size * s.shape.key_size);
-      add(s.ring_k, records * G * s.shape.key_size);
-      add(s.ring_k_scale, records * G);
-      add(s.ring_gram, records * G * s.capacity);
-      add(s.ring_v, records * H * s.shape.value_size);
-      add(s.ring_g, records * H * s.shape.gate_size);
-      add(s.ring_beta, records * H);
+    if (const RecurrentArrays* arrays = pool.arrays(layer)) {
+      const int64_t slots = pool.ledger().limits().slots, records = slots * pool.layout().ring_capacity();
+      add(pool.checkpoint(layer), slots * arrays->checkpoint_floats());
+      for (size_t i = 0; i < arrays->ring.size(); ++i)
+        add(pool.ring(layer, i), records * arrays->ring[i].heads * arrays->ring[i].size);
       const Conv1dState conv = pool.conv_state(layer);
       add(conv.window, conv.slots * conv.capacity * conv.channels);
     } else {

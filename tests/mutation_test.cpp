@@ -93,18 +93,23 @@ void check_config(const std::string& text) {
   const json& fields = config.model_type == "qwen3_5" ? outer.at("text_config") : outer;
   EXPECT_EQ(fields.at("hidden_size"), config.hidden_size);
   EXPECT_EQ(fields.at("vocab_size"), config.vocabulary);
-  EXPECT_EQ(fields.at("num_hidden_layers"), config.layers.size());
-  EXPECT_EQ(fields.at("intermediate_size"), config.intermediate_size);
-  EXPECT_EQ(fields.at("num_attention_heads"), config.attention.query_heads);
-  EXPECT_EQ(fields.at("linear_num_value_heads"), config.delta.shape.heads);
+  EXPECT_EQ(fields.at("num_hidden_layers"), config.layers);
+  EXPECT_EQ(fields.at("intermediate_size"), config.first<FeedForwardConfig>()->size);
   EXPECT_EQ(fields.at("max_position_embeddings"), config.context_tokens);
-  const DeltaShape& shape = config.delta.shape;
   EXPECT_GT(config.hidden_size, 0);
-  EXPECT_EQ(config.attention.query_heads % config.attention.kv_heads, 0);
-  EXPECT_EQ(shape.heads % shape.key_heads, 0);
-  EXPECT_TRUE(shape.key_size % 16 == 0 && shape.key_size <= 256 && shape.value_size % 4 == 0);
-  EXPECT_TRUE(config.attention.rotary_size % 2 == 0 && config.attention.rotary_size <= config.attention.head_size);
-  EXPECT_TRUE(config.attention.rope_theta >= 1 && config.norm_epsilon > 0);
+  if (const auto* delta = config.first<DeltaConfig>()) {  // a mutated pattern may have one kind alone
+    const DeltaShape& shape = delta->shape;
+    EXPECT_EQ(fields.at("linear_num_value_heads"), shape.heads);
+    EXPECT_EQ(shape.heads % shape.key_heads, 0);
+    EXPECT_TRUE(shape.key_size % 16 == 0 && shape.key_size <= 256 && shape.value_size % 4 == 0);
+  }
+  if (const auto* attention = config.first<AttentionConfig>()) {
+    EXPECT_EQ(fields.at("num_attention_heads"), attention->query_heads);
+    EXPECT_EQ(attention->query_heads % attention->kv_heads, 0);
+    EXPECT_TRUE(attention->rotary_size % 2 == 0 && attention->rotary_size <= attention->head_size);
+    EXPECT_TRUE(attention->rope_theta >= 1);
+  }
+  EXPECT_GT(config.norm_epsilon, 0);
   for (const int32_t token : config.end_tokens) EXPECT_TRUE(token >= 0 && token < config.vocabulary);
 }
 

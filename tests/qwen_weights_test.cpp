@@ -1,5 +1,5 @@
 // Loading a model's weights: wrapped names, shards, dtypes, tensors that are not needed, refusals that name the tensor.
-#include "replayssm/model/qwen_weights.h"
+#include "replayssm/model/qwen.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <sstream>
 
 #include "tests/bad_input.h"
-#include "tests/qwen_rig.h"
+#include "tests/model_rig.h"
 
 namespace replayssm {
 namespace {
@@ -54,8 +54,8 @@ struct Model {
 };
 
 std::vector<float> logits_of(const std::string& directory) {
-  const QwenFixture fixture(directory);
-  QwenRig rig(fixture);
+  const ModelFixture fixture(directory);
+  ModelRig rig(fixture);
   std::vector<int32_t> token;
   for (int n = 0; n < 40; ++n) token.push_back(n * 37 % 187);
   return rig.prefill(rig.pool.allocate(100), token);
@@ -121,9 +121,9 @@ TEST(QwenWeights, Fp32WeightsGiveTheSameBits) {
 }
 
 TEST(QwenWeights, TheFingerprintSeesEveryTensor) {
-  const QwenFixture original(fixture_directory("qwen3_5-tiny"));
+  const ModelFixture original(fixture_directory("qwen3_5-tiny"));
   EXPECT_EQ(original.weights.fingerprint.size(), 16u);
-  EXPECT_EQ(QwenFixture(fixture_directory("qwen3_5-tiny")).weights.fingerprint, original.weights.fingerprint);
+  EXPECT_EQ(ModelFixture(fixture_directory("qwen3_5-tiny")).weights.fingerprint, original.weights.fingerprint);
   const Model source("qwen3_5-tiny");
   for (const auto& [name, tensor] : source.tensors) {
     Model model("qwen3_5-tiny");
@@ -133,7 +133,7 @@ TEST(QwenWeights, TheFingerprintSeesEveryTensor) {
     changed.bytes = model.owned.back();
     const TemporaryDirectory directory;
     model.write(directory);
-    EXPECT_NE(QwenFixture(directory.path()).weights.fingerprint, original.weights.fingerprint) << name;
+    EXPECT_NE(ModelFixture(directory.path()).weights.fingerprint, original.weights.fingerprint) << name;
   }
 }
 
@@ -143,7 +143,7 @@ TEST(QwenWeights, RefusalsNameTheTensor) {
     change(model);
     const TemporaryDirectory directory;
     model.write(directory);
-    expect_refusal([&] { QwenFixture fixture(directory.path()); }, parts...);
+    expect_refusal([&] { ModelFixture fixture(directory.path()); }, parts...);
   };
   // Every tensor, missing or of one row more.
   for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny"}) {

@@ -419,7 +419,7 @@ TEST(StatePool, ACorruptedStateIsSeen) {
               kFloat32Bound);
     EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_v + kRecord * s.shape.value_size, s.shape.value_size); }),
               kFloat32Bound);
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_g + kRecord, 1); }), kFloat32Bound);
+    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_decay + kRecord, 1); }), kFloat32Bound);
     EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_beta + kRecord, 1); }), kFloat32Bound);
     EXPECT_GT(error_after([layer](MiniModel&, StatePool& pool) {
                 const Conv1dState conv = pool.conv_state(layer);

@@ -41,7 +41,7 @@ StatePool make_pool(const Model& model, const std::vector<GenerationRequest>& re
     check_request(model.config, requests[i], i + 1);
     longest = std::max(longest, static_cast<int64_t>(requests[i].prompt.size()) + requests[i].max_new_tokens);
   }
-  const StateLayout layout = qwen_state_layout(model.config, model.weights, window, 1, kPageTokens);
+  const StateLayout layout = state_layout(model.config, model.weights.fingerprint, window, 1, kPageTokens);
   return StatePool(layout, pool_size(layout, static_cast<int>(requests.size()), longest));
 }
 
@@ -63,8 +63,8 @@ Generation::Generation(const Model& model, Device& device, std::vector<Generatio
       device_(device),
       decoder_(options.decoder),
       pool_(make_pool(model, requests, options.window)),
-      qwen_(model.config, model.weights, pool_.layout(),
-            static_cast<int>(std::max<size_t>(kPrefillTokens, requests.size())), device),
+      language_model_(model.config, model.weights, pool_.layout(),
+                      static_cast<int>(std::max<size_t>(kPrefillTokens, requests.size())), device),
       logits_(requests.size() * model.config.vocabulary),
       workspace_(sample_workspace_bytes(model.config.vocabulary, device)) {
   size_t history_tokens = 0;
@@ -105,7 +105,8 @@ bool Generation::prefill() {
   const std::span<const int32_t> prompt = sequence.request.prompt;
   const std::span<const int32_t> piece =
       prompt.subspan(read_tokens_, std::min<size_t>(kPrefillTokens, prompt.size() - read_tokens_));
-  qwen_.prefill({&sequence.handle, 1}, {&piece, 1}, logits_.data() + sequence.row * model_.config.vocabulary, pool_);
+  language_model_.prefill({&sequence.handle, 1}, {&piece, 1}, logits_.data() + sequence.row * model_.config.vocabulary,
+                          pool_);
   counts_.prompt_tokens += static_cast<int64_t>(piece.size());
   read_tokens_ += piece.size();
   if (read_tokens_ == prompt.size()) {
@@ -192,12 +193,12 @@ void Generation::decode_tokens() {
   counts_.traffic += step_traffic(pool_.layout(), plan, readout);
   counts_.flushes += plan.flushes;
   try {
-    qwen_.forward({.plan = &plan,
-                   .token = row_tokens_.data(),
-                   .readout = readout,
-                   .logit_token = {row_index_.data(), count},
-                   .logits = logits_.data()},
-                  pool_);
+    language_model_.forward({.plan = &plan,
+                             .token = row_tokens_.data(),
+                             .readout = readout,
+                             .logit_token = {row_index_.data(), count},
+                             .logits = logits_.data()},
+                            pool_);
   } catch (...) {
     pool_.abort_step();
     throw;

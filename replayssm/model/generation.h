@@ -9,8 +9,9 @@
 
 #include "replayssm/core/buffer.h"
 #include "replayssm/core/device.h"
+#include "replayssm/model/language_model.h"
 #include "replayssm/model/model.h"
-#include "replayssm/model/qwen.h"
+
 #include "replayssm/ops/sample.h"
 #include "replayssm/state/pool.h"
 #include "replayssm/state/traffic.h"
@@ -99,7 +100,7 @@ class Generation {
   std::vector<Sequence> sequences_;
   int64_t prompt_tokens_ = 0;
   StatePool pool_;
-  Qwen qwen_;
+  LanguageModel language_model_;
   size_t reading_ = 0;      // the sequence whose prompt is being read
   size_t read_tokens_ = 0;  // of that prompt
   std::vector<int> live_;   // the sequences that go on, by row

@@ -1,9 +1,14 @@
 #include "replayssm/model/model.h"
 
 #include "replayssm/core/error.h"
-#include "replayssm/model/checkpoint.h"
+#include "replayssm/model/qwen.h"
 
 namespace replayssm {
+
+Weights load_weights(const Checkpoint& checkpoint, const ModelConfig& config) {
+  require(is_qwen(config.model_type), "load_weights: no loader for a model_type of {}", config.model_type);
+  return load_qwen_weights(checkpoint, config);
+}
 
 Model load_model(const std::string& directory) {
   ModelConfig config = read_config(directory);
@@ -11,7 +16,7 @@ Model load_model(const std::string& directory) {
   require(tokenizer.vocabulary_size() <= config.vocabulary,
           "{}/tokenizer.json: expected at most {} tokens, the rows of the embedding, got {}", directory,
           config.vocabulary, tokenizer.vocabulary_size());
-  QwenWeights weights = load_qwen_weights(Checkpoint(directory), config);
+  Weights weights = load_weights(Checkpoint(directory), config);
   return {std::move(config), std::move(tokenizer), std::move(weights)};
 }
 

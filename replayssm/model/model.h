@@ -3,21 +3,25 @@
 
 #include <string>
 
+#include "replayssm/model/checkpoint.h"
 #include "replayssm/model/config.h"
-#include "replayssm/model/qwen_weights.h"
 #include "replayssm/model/tokenizer.h"
+#include "replayssm/model/weights.h"
 
 namespace replayssm {
 
 struct Model {
   ModelConfig config;
   Tokenizer tokenizer;
-  QwenWeights weights;
+  Weights weights;
 };
 
 // Reads config.json, tokenizer.json and the safetensors of a directory in the Hugging Face layout. Throws Error as
-// read_config, read_tokenizer, Checkpoint and load_qwen_weights do, and if the tokenizer has more tokens than the
-// embedding has rows.
+// read_config, read_tokenizer, Checkpoint and load_weights do, and if the tokenizer has more tokens than the embedding
+// has rows.
 Model load_model(const std::string& directory);
+
+// The weights of a model of any family, as the family's header says.
+Weights load_weights(const Checkpoint& checkpoint, const ModelConfig& config);
 
 }  // namespace replayssm

@@ -21,19 +21,22 @@
 
 namespace replayssm {
 
-// value_size: a multiple of 4. key_size: a multiple of 16, at most 256. heads % key_heads == 0. gate_size: 1
-// (key_size, for KDA, is refused by this version).
+// value_size: a multiple of 4. key_size: a multiple of 16, at most 256. heads % key_heads == 0. gate_size: 1 or
+// key_size.
 struct DeltaShape {
   int heads = 0;       // H
   int key_heads = 0;   // G
   int key_size = 0;    // K
   int value_size = 0;  // V
   int gate_size = 1;
+
+  friend bool operator==(const DeltaShape&, const DeltaShape&) = default;
 };
 
 // One layer's state for all slots of a pool. The ring keeps the inputs of the recurrence, nothing computed from a read
-// of the state: k raw, with 1 / sqrt(|k|^2 + 1e-6) beside it; and the products of each record's k^ with the k^ of
-// older records of its window, which depend on no query.
+// of the state: k raw, with 1 / sqrt(|k|^2 + 1e-6) beside it; the decays e^g; and, with one gate a head, the products
+// of each record's k^ with the k^ of older records of its window, which depend on no query. (A device whose layers
+// compute the gate's pre-activation in BF16 may keep that in place of the decay: half the bytes, and as exact.)
 struct DeltaState {
   DeltaShape shape;
   int64_t slots = 0;
@@ -43,9 +46,10 @@ struct DeltaState {
   float* checkpoint = nullptr;    // [checkpoints, H, V, K]
   float* ring_k = nullptr;        // [slots, G, C, K]
   float* ring_k_scale = nullptr;  // [slots, G, C]
-  float* ring_gram = nullptr;     // [slots, G, C, C]  row: the later record's position, column: the earlier one's
+  float* ring_gram = nullptr;     // [slots, G, C, C]  row: the later record's position, column: the earlier one's;
+                                  // null if gate_size > 1
   float* ring_v = nullptr;        // [slots, H, C, V]
-  float* ring_g = nullptr;        // [slots, H, C, gate_size]
+  float* ring_decay = nullptr;    // [slots, H, C, gate_size]
   float* ring_beta = nullptr;     // [slots, H, C]
 };
 
@@ -79,8 +83,11 @@ struct DeltaDecode {
   int tokens_per_row = 1;  // T <= C - L
   DeltaTokens tokens;      // N = B * T, a row's tokens together
   // kDirect pulls the query back through the records, and reads the checkpoint once without writing it:
+  //   w = q^;  for the records j in view, newest first:  c_j = beta_j (k^_j.w);  w <- Diag(e^{g_j}) (w - c_j k^_j)
+  //   o = S0 w + sum_j c_j v_j
+  // With one gate a head the same is solved from the kept products, s_j the inclusive prefix sum of g:
+  //   c_j = beta_j (k^_j.q^ - sum_{i>j} c_i k^_j.k^_i)
   //   o = e^{s_n} S0 (q^ - sum_j c_j k^_j) + sum_j e^{s_n - s_j} c_j v_j
-  //   c_j = beta_j (k^_j.q^ - sum_{i>j} c_i k^_j.k^_i), s_j the inclusive prefix sum of g
   Readout readout = Readout::kDirect;
   float* out = nullptr;  // [B * T, H, V]
 };
@@ -108,16 +115,23 @@ void delta_materialise(const DeltaMaterialise& args, Device& device, std::span<s
 // The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
 size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& device);
 
-// Gates of Gated DeltaNet, computed and kept in FP32: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+// The gates, computed and kept in FP32: beta = sigmoid(b), and with x = a + dt_bias
+//
+//   g = -exp(A_log) softplus(x)                    if lower_bound is 0 (Gated DeltaNet, Kimi Linear)
+//   g = lower_bound * sigmoid(exp(A_log) x)        if lower_bound < 0: a scale of the sigmoid, not a clamp
+//
+// A NaN among a gate's operands gives a NaN. Throws Error for sizes, strides and a bound outside this.
 struct DeltaGates {
   int64_t tokens = 0;        // N
   int heads = 0;             // H
-  const float* a = nullptr;  // [N, H], a_stride
+  int gate_size = 1;         // 1 or K
+  const float* a = nullptr;  // [N, H, gate_size], a_stride: the gates' pre-activation
   const float* b = nullptr;  // [N, H], b_stride
   int64_t a_stride = 0, b_stride = 0;
   const float* a_log = nullptr;    // [H]
-  const float* dt_bias = nullptr;  // [H]
-  float* g = nullptr;              // [N, H]
+  const float* dt_bias = nullptr;  // [H, gate_size]
+  float lower_bound = 0;           // <= 0
+  float* g = nullptr;              // [N, H, gate_size]
   float* beta = nullptr;           // [N, H]
 };
 void delta_gates(const DeltaGates& args, Device& device);

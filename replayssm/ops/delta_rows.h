@@ -69,7 +69,7 @@ struct HeadRing {
 inline HeadRing head_ring_view(const DeltaState& state, int32_t slot, int head) {
   const int64_t index = static_cast<int64_t>(slot) * state.shape.heads + head;
   const int64_t C = state.capacity;
-  return {state.ring_v + index * C * state.shape.value_size, state.ring_g + index * C * state.shape.gate_size,
+  return {state.ring_v + index * C * state.shape.value_size, state.ring_decay + index * C * state.shape.gate_size,
           state.ring_beta + index * C};
 }
 

@@ -12,12 +12,8 @@ namespace {
 constexpr int64_t kMaxPages = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSlots = 1 << 24;
 
-size_t ring_floats(const DeltaShape& shape, size_t capacity) {
-  const size_t heads = shape.heads, key_heads = shape.key_heads;
-  return capacity * (key_heads * (shape.key_size + 1 + capacity) + heads * (shape.value_size + shape.gate_size + 1));
-}
-
-void check_layer(const DeltaLayer& layer, size_t index) {
+template <typename Layer>
+void check_layer(const Layer& layer, size_t index) {
   check_shape(layer.shape);
   require(layer.conv_channels >= 1, "layout: layer {} needs at least 1 convolution channel, given {}", index,
           layer.conv_channels);
@@ -29,6 +25,9 @@ void check_layer(const AttentionLayer& layer, size_t index) {
   require(layer.kv_heads >= 1 && layer.head_size >= 1,
           "layout: layer {} needs at least 1 KV head of size 1, given {} of size {}", index, layer.kv_heads,
           layer.head_size);
+  require(layer.latent_size >= 0 && layer.latent_size <= layer.head_size,
+          "layout: layer {} needs a latent size of 0 to the head size of {}, given {}", index, layer.head_size,
+          layer.latent_size);
 }
 
 std::string describe(const DeltaLayer& layer) {
@@ -37,8 +36,40 @@ std::string describe(const DeltaLayer& layer) {
                      layer.conv_width);
 }
 
+std::string describe(const Mamba2Layer& layer) {
+  return fmt::format("mamba2 {}x{}x{}x{} conv {}x{}", layer.shape.heads, layer.shape.groups, layer.shape.head_size,
+                     layer.shape.state_size, layer.conv_channels, layer.conv_width);
+}
+
 std::string describe(const AttentionLayer& layer) {
+  if (layer.latent_size > 0)
+    return fmt::format("attention {}x{} latent {}", layer.kv_heads, layer.head_size, layer.latent_size);
   return fmt::format("attention {}x{}", layer.kv_heads, layer.head_size);
+}
+
+RecurrentArrays arrays_of(const DeltaLayer& layer, int64_t capacity) {
+  const DeltaShape& shape = layer.shape;
+  const int64_t heads = shape.heads, key_heads = shape.key_heads;
+  return {.checkpoint = {heads, shape.value_size, shape.key_size},
+          .ring = {{"ring_k", key_heads, shape.key_size},
+                   {"ring_k_scale", key_heads, 1},
+                   {"ring_gram", key_heads, shape.gate_size == 1 ? capacity : 0, /*is_square=*/true},
+                   {"ring_v", heads, shape.value_size},
+                   {"ring_decay", heads, shape.gate_size},
+                   {"ring_beta", heads, 1}},
+          .conv_channels = layer.conv_channels,
+          .conv_width = layer.conv_width};
+}
+
+RecurrentArrays arrays_of(const Mamba2Layer& layer, int64_t) {
+  const Mamba2Shape& shape = layer.shape;
+  return {.checkpoint = {shape.heads, shape.head_size, shape.state_size},
+          .ring = {{"ring_x", shape.heads, shape.head_size},
+                   {"ring_b", shape.groups, shape.state_size},
+                   {"ring_dt", shape.heads, 1},
+                   {"ring_decay", shape.heads, 1}},
+          .conv_channels = layer.conv_channels,
+          .conv_width = layer.conv_width};
 }
 
 }  // namespace
@@ -60,15 +91,28 @@ void check_layout(const StateLayout& layout) {
   }
 }
 
+int64_t RecurrentArrays::record_floats() const {
+  int64_t floats = 0;
+  for (const RingArray& array : ring)
+    if (!array.is_square) floats += array.heads * array.size;
+  return floats;
+}
+
+std::optional<RecurrentArrays> recurrent_arrays(const StateLayer& layer, int ring_capacity) {
+  if (const auto* delta = std::get_if<DeltaLayer>(&layer)) return arrays_of(*delta, ring_capacity);
+  if (const auto* mamba2 = std::get_if<Mamba2Layer>(&layer)) return arrays_of(*mamba2, ring_capacity);
+  return std::nullopt;
+}
+
 SlotBytes slot_bytes(const StateLayout& layout) {
   SlotBytes bytes;
+  const int capacity = layout.ring_capacity();
   for (const StateLayer& layer : layout.layers) {
-    const auto* delta = std::get_if<DeltaLayer>(&layer);
-    if (delta == nullptr) continue;
-    const DeltaShape& shape = delta->shape;
-    bytes.checkpoint += sizeof(float) * shape.heads * shape.value_size * shape.key_size;
-    bytes.ring += sizeof(float) * ring_floats(shape, layout.ring_capacity());
-    bytes.convolution += sizeof(float) * layout.conv_capacity(delta->conv_width) * delta->conv_channels;
+    const std::optional<RecurrentArrays> arrays = recurrent_arrays(layer, capacity);
+    if (!arrays) continue;
+    bytes.checkpoint += sizeof(float) * arrays->checkpoint_floats();
+    for (const RingArray& array : arrays->ring) bytes.ring += sizeof(float) * array.heads * capacity * array.size;
+    bytes.convolution += sizeof(float) * layout.conv_capacity(arrays->conv_width) * arrays->conv_channels;
   }
   return bytes;
 }
@@ -77,7 +121,8 @@ size_t kv_token_bytes(const StateLayout& layout) {
   size_t bytes = 0;
   for (const StateLayer& layer : layout.layers) {
     if (const auto* attention = std::get_if<AttentionLayer>(&layer)) {
-      bytes += 2 * sizeof(float) * attention->kv_heads * attention->head_size;
+      const int arrays = attention->latent_size > 0 ? 1 : 2;
+      bytes += arrays * sizeof(float) * attention->kv_heads * attention->head_size;
     }
   }
   return bytes;

@@ -1,13 +1,17 @@
 // What a slot of a state pool holds: the layers that keep state, the window, the sizes. Bytes are counted here alone.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
 #include "replayssm/ops/delta.h"
+#include "replayssm/ops/mamba2.h"
 
 namespace replayssm {
 
@@ -16,15 +20,30 @@ struct DeltaLayer {
   DeltaShape shape;
   int conv_channels = 0;
   int conv_width = 0;  // W, 2 .. 8
+
+  friend bool operator==(const DeltaLayer&, const DeltaLayer&) = default;
+};
+
+// The same of a Mamba-2 layer.
+struct Mamba2Layer {
+  Mamba2Shape shape;
+  int conv_channels = 0;
+  int conv_width = 0;  // W, 2 .. 8
+
+  friend bool operator==(const Mamba2Layer&, const Mamba2Layer&) = default;
 };
 
 // A full-attention layer: keys and values in pages.
 struct AttentionLayer {
   int kv_heads = 0;   // M
   int head_size = 0;  // D
+  // Above 0: no values are kept, a value is the first latent_size channels of its key (multi-head latent attention).
+  int latent_size = 0;
+
+  friend bool operator==(const AttentionLayer&, const AttentionLayer&) = default;
 };
 
-using StateLayer = std::variant<DeltaLayer, AttentionLayer>;
+using StateLayer = std::variant<DeltaLayer, Mamba2Layer, AttentionLayer>;
 
 // `layers` lists the layers that keep state, in the model's order; layers without state do not appear, and a layer with
 // two kinds of state appears twice. A pool's views are asked for by the index into this list.
@@ -43,6 +62,31 @@ struct StateLayout {
 
 // Throws Error, naming the field or the layer, unless the layout can be built.
 void check_layout(const StateLayout& layout);
+
+// One array of a layer's ring, [slots, heads, C, size], named as in the op's state.
+struct RingArray {
+  std::string_view name;
+  int64_t heads = 0;
+  int64_t size = 0;  // floats of a record; 0: the layer has no such array
+  // The record's floats are one for each record of the ring, by position; only those of older records mean something.
+  bool is_square = false;
+};
+
+// What a layer with a recurrent state keeps: heads x values x keys floats of checkpoint, a ring, and the inputs of a
+// convolution.
+struct RecurrentArrays {
+  std::array<int64_t, 3> checkpoint{};
+  std::vector<RingArray> ring;
+  int conv_channels = 0;
+  int conv_width = 0;
+
+  int64_t checkpoint_floats() const { return checkpoint[0] * checkpoint[1] * checkpoint[2]; }
+  // Of one record, square arrays left out.
+  int64_t record_floats() const;
+};
+
+// Nothing of an attention layer.
+std::optional<RecurrentArrays> recurrent_arrays(const StateLayer& layer, int ring_capacity);
 
 // What one slot holds apart from keys and values.
 struct SlotBytes {

@@ -23,10 +23,6 @@ LedgerLimits ledger_limits(const StateLayout& layout, const PoolSize& size, cons
   return limits;
 }
 
-int64_t checkpoint_floats(const DeltaShape& shape) {
-  return int64_t{shape.heads} * shape.value_size * shape.key_size;
-}
-
 // Layer `index` of the layout, which must be of the kind Layer.
 template <typename Layer>
 const Layer& layer_at(const StateLayout& layout, int index, const char* what) {
@@ -67,28 +63,24 @@ StatePool::StatePool(StateLayout layout, const PoolSize& size, const PoolOptions
   const size_t slots = size.slots, capacity = layout_.ring_capacity();
   for (size_t index = 0; index < memory_.size(); ++index) {
     LayerMemory& memory = memory_[index];
-    if (const auto* delta = std::get_if<DeltaLayer>(&layout_.layers[index])) {
-      const DeltaShape& shape = delta->shape;
-      memory.checkpoint = make(slots * checkpoint_floats(shape));
-      memory.ring_k = make(slots * shape.key_heads * capacity * shape.key_size);
-      memory.ring_k_scale = make(slots * shape.key_heads * capacity);
-      memory.ring_gram = make(slots * shape.key_heads * capacity * capacity);
-      memory.ring_v = make(slots * shape.heads * capacity * shape.value_size);
-      memory.ring_g = make(slots * shape.heads * capacity * shape.gate_size);
-      memory.ring_beta = make(slots * shape.heads * capacity);
-      memory.conv_window = make(slots * layout_.conv_capacity(delta->conv_width) * delta->conv_channels);
+    if (auto arrays = recurrent_arrays(layout_.layers[index], layout_.ring_capacity())) {
+      memory.arrays = *std::move(arrays);
+      memory.checkpoint = make(slots * memory.arrays.checkpoint_floats());
+      for (const RingArray& array : memory.arrays.ring)
+        memory.ring.push_back(make(slots * array.heads * capacity * array.size));
+      memory.conv_window = make(slots * layout_.conv_capacity(memory.arrays.conv_width) * memory.arrays.conv_channels);
     } else {
       const auto& attention = std::get<AttentionLayer>(layout_.layers[index]);
       const size_t count =
           static_cast<size_t>(size.pages) * attention.kv_heads * layout_.page_tokens * attention.head_size;
       memory.kv_k = make(count);
-      memory.kv_v = make(count);
+      if (attention.latent_size == 0) memory.kv_v = make(count);
     }
   }
 }
 
 DeltaState StatePool::delta_state(int index) {
-  const auto& layer = layer_at<DeltaLayer>(layout_, index, "recurrent state");
+  const auto& layer = layer_at<DeltaLayer>(layout_, index, "state of the delta rule");
   LayerMemory& memory = memory_[index];
   DeltaState state;
   state.shape = layer.shape;
@@ -96,22 +88,40 @@ DeltaState StatePool::delta_state(int index) {
   state.window = layout_.window;
   state.capacity = layout_.ring_capacity();
   state.checkpoint = memory.checkpoint.data();
-  state.ring_k = memory.ring_k.data();
-  state.ring_k_scale = memory.ring_k_scale.data();
-  state.ring_gram = memory.ring_gram.data();
-  state.ring_v = memory.ring_v.data();
-  state.ring_g = memory.ring_g.data();
-  state.ring_beta = memory.ring_beta.data();
+  float** const arrays[] = {&state.ring_k, &state.ring_k_scale, &state.ring_gram,
+                            &state.ring_v, &state.ring_decay,   &state.ring_beta};
+  for (size_t i = 0; i < std::size(arrays); ++i) *arrays[i] = memory.ring[i].data();
+  return state;
+}
+
+Mamba2State StatePool::mamba2_state(int index) {
+  const auto& layer = layer_at<Mamba2Layer>(layout_, index, "state of Mamba-2");
+  LayerMemory& memory = memory_[index];
+  Mamba2State state;
+  state.shape = layer.shape;
+  state.slots = state.checkpoints = ledger_.limits().slots;
+  state.window = layout_.window;
+  state.capacity = layout_.ring_capacity();
+  state.checkpoint = memory.checkpoint.data();
+  float** const arrays[] = {&state.ring_x, &state.ring_b, &state.ring_dt, &state.ring_decay};
+  for (size_t i = 0; i < std::size(arrays); ++i) *arrays[i] = memory.ring[i].data();
   return state;
 }
 
 Conv1dState StatePool::conv_state(int index) {
-  const auto& layer = layer_at<DeltaLayer>(layout_, index, "convolution");
-  return {.channels = layer.conv_channels,
-          .width = layer.conv_width,
+  const RecurrentArrays* own = arrays(index);
+  require(own != nullptr, "pool: layer {} has no convolution", index);
+  return {.channels = own->conv_channels,
+          .width = own->conv_width,
           .slots = ledger_.limits().slots,
-          .capacity = layout_.conv_capacity(layer.conv_width),
+          .capacity = layout_.conv_capacity(own->conv_width),
           .window = memory_[index].conv_window.data()};
+}
+
+const RecurrentArrays* StatePool::arrays(int index) const {
+  require(index >= 0 && index < static_cast<int>(memory_.size()), "pool: layer must be 0 to {}, given {}",
+          memory_.size() - 1, index);
+  return memory_[index].is_recurrent() ? &memory_[index].arrays : nullptr;
 }
 
 KvCache StatePool::kv_cache(int index) {
@@ -166,14 +176,15 @@ void StatePool::materialise(Handle from, Handle to, int records, Device& device,
   const int32_t history = records, in = ledger_.checkpoint(from), out = ledger_.checkpoint(to);
   copy_conv_inputs(from, to, base + records);
   copy_page(page);
-  DeltaMaterialise args;
-  args.rows = {
+  const StateRows rows{
       .count = 1, .slot = &from.slot, .base = &base, .history = &history, .checkpoint_in = &in, .checkpoint_out = &out};
   try {
     for (size_t index = 0; index < memory_.size(); ++index) {
-      if (!std::holds_alternative<DeltaLayer>(layout_.layers[index])) continue;
-      args.state = delta_state(static_cast<int>(index));
-      delta_materialise(args, device, workspace);
+      const int layer = static_cast<int>(index);
+      if (std::holds_alternative<DeltaLayer>(layout_.layers[index]))
+        delta_materialise({delta_state(layer), rows}, device, workspace);
+      else if (std::holds_alternative<Mamba2Layer>(layout_.layers[index]))
+        mamba2_materialise({mamba2_state(layer), rows}, device, workspace);
     }
   } catch (...) {
     ledger_.spoil(to);
@@ -189,50 +200,39 @@ const StepPlan& StatePool::begin_step(StepKind kind, std::span<const Handle> row
 
 void StatePool::clean(Handle handle) {
   const int64_t checkpoint = ledger_.checkpoint(handle);
-  for (size_t index = 0; index < memory_.size(); ++index) {
-    const auto* layer = std::get_if<DeltaLayer>(&layout_.layers[index]);
-    if (layer == nullptr) continue;
-    const int64_t floats = checkpoint_floats(layer->shape);
-    std::fill_n(memory_[index].checkpoint.data() + checkpoint * floats, floats, 0.0f);
-    const int64_t inputs = int64_t{layout_.conv_capacity(layer->conv_width)} * layer->conv_channels;
-    std::fill_n(memory_[index].conv_window.data() + handle.slot * inputs, inputs, 0.0f);
+  for (LayerMemory& memory : memory_) {
+    if (!memory.is_recurrent()) continue;
+    const int64_t floats = memory.arrays.checkpoint_floats();
+    std::fill_n(memory.checkpoint.data() + checkpoint * floats, floats, 0.0f);
+    const int64_t inputs = int64_t{layout_.conv_capacity(memory.arrays.conv_width)} * memory.arrays.conv_channels;
+    std::fill_n(memory.conv_window.data() + handle.slot * inputs, inputs, 0.0f);
   }
 }
 
 void StatePool::copy_checkpoint(int32_t from, int32_t to) {
-  for (size_t index = 0; index < memory_.size(); ++index) {
-    const auto* layer = std::get_if<DeltaLayer>(&layout_.layers[index]);
-    if (layer == nullptr) continue;
-    const int64_t floats = checkpoint_floats(layer->shape);
-    float* checkpoints = memory_[index].checkpoint.data();
+  for (LayerMemory& memory : memory_) {
+    if (!memory.is_recurrent()) continue;
+    const int64_t floats = memory.arrays.checkpoint_floats();
+    float* checkpoints = memory.checkpoint.data();
     std::copy_n(checkpoints + from * floats, floats, checkpoints + to * floats);
   }
 }
 
 void StatePool::copy_records(Handle from, Handle to, Cursor cursor) {
   const RecordCopy copy{from.slot, to.slot, cursor.base, cursor.history, layout_.ring_capacity()};
-  for (size_t index = 0; index < memory_.size(); ++index) {
-    const auto* layer = std::get_if<DeltaLayer>(&layout_.layers[index]);
-    if (layer == nullptr) continue;
-    const DeltaShape& shape = layer->shape;
-    LayerMemory& memory = memory_[index];
-    copy(memory.ring_k.data(), shape.key_heads, shape.key_size);
-    copy(memory.ring_k_scale.data(), shape.key_heads, 1);
-    copy(memory.ring_gram.data(), shape.key_heads, layout_.ring_capacity());
-    copy(memory.ring_v.data(), shape.heads, shape.value_size);
-    copy(memory.ring_g.data(), shape.heads, shape.gate_size);
-    copy(memory.ring_beta.data(), shape.heads, 1);
-  }
+  for (LayerMemory& memory : memory_)
+    for (size_t i = 0; i < memory.ring.size(); ++i)
+      copy(memory.ring[i].data(), memory.arrays.ring[i].heads, memory.arrays.ring[i].size);
 }
 
 // The last W-1 inputs before position `tokens`; those before the first token are zeros, and they lie in the window too.
 void StatePool::copy_conv_inputs(Handle from, Handle to, int64_t tokens) {
-  for (size_t index = 0; index < memory_.size(); ++index) {
-    const auto* layer = std::get_if<DeltaLayer>(&layout_.layers[index]);
-    if (layer == nullptr) continue;
-    const int64_t capacity = layout_.conv_capacity(layer->conv_width), channels = layer->conv_channels;
-    float* window = memory_[index].conv_window.data();
-    for (int64_t position = tokens - (layer->conv_width - 1); position < tokens; ++position) {
+  for (LayerMemory& memory : memory_) {
+    if (!memory.is_recurrent()) continue;
+    const int width = memory.arrays.conv_width;
+    const int64_t capacity = layout_.conv_capacity(width), channels = memory.arrays.conv_channels;
+    float* window = memory.conv_window.data();
+    for (int64_t position = tokens - (width - 1); position < tokens; ++position) {
       const int64_t input = (position + capacity) % capacity;
       std::copy_n(window + (from.slot * capacity + input) * channels, channels,
                   window + (to.slot * capacity + input) * channels);
@@ -247,6 +247,7 @@ void StatePool::copy_page(PageCopy copy) {
     if (layer == nullptr) continue;
     const int64_t floats = int64_t{layer->kv_heads} * layout_.page_tokens * layer->head_size;
     for (float* pages : {memory_[index].kv_k.data(), memory_[index].kv_v.data()}) {
+      if (pages == nullptr) continue;  // a latent layer keeps no values
       std::copy_n(pages + copy.from * floats, floats, pages + copy.to * floats);
     }
   }
@@ -257,6 +258,8 @@ size_t materialise_workspace_bytes(const StateLayout& layout, Device& device) {
   for (const StateLayer& layer : layout.layers) {
     if (const auto* delta = std::get_if<DeltaLayer>(&layer)) {
       bytes = std::max(bytes, delta_workspace_bytes(delta->shape, layout.ring_capacity(), device));
+    } else if (const auto* mamba2 = std::get_if<Mamba2Layer>(&layer)) {
+      bytes = std::max(bytes, mamba2_workspace_bytes(mamba2->shape, layout.ring_capacity(), device));
     }
   }
   return bytes;

@@ -12,6 +12,7 @@
 #include "replayssm/ops/attention.h"
 #include "replayssm/ops/conv1d.h"
 #include "replayssm/ops/delta.h"
+#include "replayssm/ops/mamba2.h"
 #include "replayssm/state/layout.h"
 #include "replayssm/state/ledger.h"
 #include "replayssm/state/step.h"
@@ -85,17 +86,30 @@ class StatePool {
 
   // Layer `index` of the layout, for all slots. Throws Error if it is not of that kind.
   DeltaState delta_state(int index);
+  Mamba2State mamba2_state(int index);
   Conv1dState conv_state(int index);
   KvCache kv_cache(int index);
+
+  // For readers and writers of single sequences (session files): the arrays of layer `index` as recurrent_arrays lists
+  // them, null without a recurrent state, and where they lie.
+  const RecurrentArrays* arrays(int index) const;
+  float* checkpoint(int index) { return memory_[index].checkpoint.data(); }
+  float* ring(int index, size_t array) { return memory_[index].ring[array].data(); }
 
   // For readers and writers of single sequences (session files): a clean sequence whose cursor stands at `cursor` and
   // whose KV pages are assigned. Its checkpoint and convolution windows are zero; the caller writes what it holds.
   Handle restore(Cursor cursor, int64_t max_tokens);
 
  private:
-  // One layer's arrays, named as in DeltaState, Conv1dState and KvCache.
+  // One layer's arrays; those that its kind does not have are empty.
   struct LayerMemory {
-    Buffer<float> checkpoint, ring_k, ring_k_scale, ring_gram, ring_v, ring_g, ring_beta, conv_window, kv_k, kv_v;
+    RecurrentArrays arrays;
+    Buffer<float> checkpoint;
+    std::vector<Buffer<float>> ring;  // in the order of arrays.ring
+    Buffer<float> conv_window;
+    Buffer<float> kv_k, kv_v;
+
+    bool is_recurrent() const { return !ring.empty(); }
   };
 
   void clean(Handle handle);

@@ -22,7 +22,7 @@ namespace {
 using Metadata = std::map<std::string, std::string>;
 
 constexpr const char* kFormat = "replayssm-session";
-constexpr const char* kVersion = "1";
+constexpr const char* kVersion = "2";
 constexpr const char* kPrecision = "checkpoint fp32, ring fp32, convolution fp32, kv fp32";
 
 // One tensor of the file and the places of its floats in a pool, in the tensor's order; null: zeros.
@@ -63,15 +63,14 @@ Part ring_part(std::string name, float* array, int64_t heads, int64_t size, int 
   return part;
 }
 
-// The products of each record with the older ones.
-Part gram_part(std::string name, const DeltaState& state, const Place& place) {
-  const int64_t base = place.cursor.base, history = place.cursor.history, heads = state.shape.key_heads;
-  const int64_t capacity = state.capacity;
+// The part of a square array that means something: each record's products with the older ones.
+Part square_part(std::string name, float* array, int64_t heads, int64_t capacity, const Place& place) {
+  const int64_t base = place.cursor.base, history = place.cursor.history;
   Part part{std::move(name), {heads, history, history}, {}};
   for (int64_t head = 0; head < heads; ++head) {
-    float* gram = state.ring_gram + (place.handle.slot * heads + head) * capacity * capacity;
+    float* products = array + (place.handle.slot * heads + head) * capacity * capacity;
     for (int64_t i = 0; i < history; ++i) {
-      float* row = gram + (base + i) % capacity * capacity;
+      float* row = products + (base + i) % capacity * capacity;
       for (int64_t j = 0; j < i; ++j) part.runs.push_back({row + (base + j) % capacity, 1});
       part.runs.push_back({nullptr, history - i});
     }
@@ -79,22 +78,22 @@ Part gram_part(std::string name, const DeltaState& state, const Place& place) {
   return part;
 }
 
-void add_delta_parts(std::vector<Part>& parts, const std::string& prefix, const DeltaState& state,
-                     const Conv1dState& conv, const Place& place) {
-  const DeltaShape& shape = state.shape;
-  const int64_t G = shape.key_heads, H = shape.heads, V = shape.value_size, K = shape.key_size;
-  parts.push_back({prefix + "checkpoint", {H, V, K}, {{state.checkpoint + place.checkpoint * H * V * K, H * V * K}}});
-  const auto add = [&](const char* name, float* array, int64_t heads, int64_t size) -> Part& {
-    parts.push_back(ring_part(prefix + name, array, heads, size, state.capacity, place));
-    return parts.back();
-  };
-  add("ring_k", state.ring_k, G, K);
-  add("ring_k_scale", state.ring_k_scale, G, 1).shape.pop_back();
-  parts.push_back(gram_part(prefix + "ring_gram", state, place));
-  add("ring_v", state.ring_v, H, V);
-  add("ring_g", state.ring_g, H, shape.gate_size);
-  add("ring_beta", state.ring_beta, H, 1).shape.pop_back();
-
+void add_recurrent_parts(std::vector<Part>& parts, const std::string& prefix, StatePool& pool, int layer,
+                         const Place& place) {
+  const RecurrentArrays& arrays = *pool.arrays(layer);
+  const int capacity = pool.layout().ring_capacity();
+  const auto [heads, values, keys] = arrays.checkpoint;
+  const int64_t floats = arrays.checkpoint_floats();
+  parts.push_back(
+      {prefix + "checkpoint", {heads, values, keys}, {{pool.checkpoint(layer) + place.checkpoint * floats, floats}}});
+  for (size_t i = 0; i < arrays.ring.size(); ++i) {
+    const RingArray& array = arrays.ring[i];
+    if (array.size == 0) continue;
+    const std::string name = prefix + std::string(array.name);
+    parts.push_back(array.is_square ? square_part(name, pool.ring(layer, i), array.heads, capacity, place)
+                                    : ring_part(name, pool.ring(layer, i), array.heads, array.size, capacity, place));
+  }
+  const Conv1dState conv = pool.conv_state(layer);
   Part inputs{prefix + "convolution", {conv.width - 1, conv.channels}, {}};
   for (int64_t back = conv.width - 1; back >= 1; --back) {
     const int64_t input = (place.cursor.tokens() - back + conv.capacity) % conv.capacity;
@@ -123,12 +122,12 @@ std::vector<Part> parts_of(StatePool& pool, Handle handle) {
   std::vector<Part> parts;
   for (int index = 0; index < static_cast<int>(pool.layout().layers.size()); ++index) {
     const std::string prefix = fmt::format("layers.{}.", index);
-    if (std::holds_alternative<DeltaLayer>(pool.layout().layers[index])) {
-      add_delta_parts(parts, prefix, pool.delta_state(index), pool.conv_state(index), place);
+    if (pool.arrays(index) != nullptr) {
+      add_recurrent_parts(parts, prefix, pool, index, place);
     } else {
       const KvCache cache = pool.kv_cache(index);
       parts.push_back(kv_part(prefix + "k", cache.k, cache, place));
-      parts.push_back(kv_part(prefix + "v", cache.v, cache, place));
+      if (cache.v != nullptr) parts.push_back(kv_part(prefix + "v", cache.v, cache, place));
     }
   }
   return parts;

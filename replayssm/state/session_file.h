@@ -13,7 +13,7 @@ namespace replayssm {
 //
 // The file is a safetensors file, all tensors F32, h the history and n the tokens of the cursor:
 //   layers.<i>.checkpoint [H, V, K]      layers.<i>.ring_k [G, h, K], ring_k_scale [G, h], ring_gram [G, h, h] (row:
-//   the later record; zero unless the column is earlier), ring_v [H, h, V], ring_g [H, h, gate], ring_beta [H, h]
+//   the later record; zero unless the column is earlier), ring_v [H, h, V], ring_decay [H, h, gate], ring_beta [H, h]
 //   layers.<i>.convolution [W - 1, channels], the last inputs      layers.<i>.k, layers.<i>.v [M, n, D]
 // Records, inputs and keys lie in the order of their tokens, so the file does not depend on the pool's sizes. Its
 // metadata: format, version, model, layers, precision, base, history and checksum, the XXH3-64 of everything else.

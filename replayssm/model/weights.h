@@ -1,4 +1,5 @@
-// The weights of a Qwen3.5 or Qwen3-Next text model, in the one arrangement that the forward pass reads.
+// The weights of a model, in the one arrangement that the forward pass reads: a block's projections in one matrix, a
+// convolution's taps first.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +10,6 @@
 
 #include "replayssm/core/bf16.h"
 #include "replayssm/core/buffer.h"
-#include "replayssm/model/checkpoint.h"
-#include "replayssm/model/config.h"
 
 namespace replayssm {
 
@@ -26,7 +25,7 @@ struct Matrix {
 };
 
 // H value heads of V, G key heads of K, C = 2 G K + H V channels of the convolution, W its width.
-struct QwenDeltaWeights {
+struct DeltaWeights {
   Matrix in_proj;         // rows [q G*K | k G*K | v H*V | z H*V | b H | a H], heads in order
   Buffer<float> conv;     // [W, C]
   Buffer<float> a_log;    // [H]
@@ -36,25 +35,30 @@ struct QwenDeltaWeights {
 };
 
 // Q query heads, M key/value heads of D.
-struct QwenAttentionWeights {
-  Matrix in_proj;        // rows [q Q*D | k M*D | v M*D | gate Q*D], heads in order
-  Buffer<float> q_norm;  // [D], zero-centred
-  Buffer<float> k_norm;  // [D], zero-centred
+struct AttentionWeights {
+  Matrix in_proj;        // rows [q Q*D | k M*D | v M*D | gate Q*D], heads in order; no gate without an output gate
+  Buffer<float> q_norm;  // [D]; empty without head norms
+  Buffer<float> k_norm;  // [D]
   Matrix out_proj;       // [hidden, Q*D]
 };
 
-struct QwenLayerWeights {
-  Buffer<float> input_norm;  // [hidden], zero-centred
-  std::variant<QwenDeltaWeights, QwenAttentionWeights> mixer;
-  Buffer<float> post_norm;  // [hidden], zero-centred
-  Matrix gate_up;           // rows [gate | up], intermediate_size each
-  Matrix down;              // [hidden, intermediate_size]
+struct FeedForwardWeights {
+  Matrix up;    // SwiGLU: rows [gate | up]
+  Matrix down;  // [hidden, size]
 };
 
-struct QwenWeights {
+// In the order of BlockConfig.
+using BlockWeights = std::variant<DeltaWeights, AttentionWeights, FeedForwardWeights>;
+
+struct Weights {
+  struct Block {
+    Buffer<float> norm;  // [hidden]
+    BlockWeights body;
+  };
+
   Matrix embedding;  // [vocabulary, hidden]
-  std::vector<QwenLayerWeights> layers;
-  Buffer<float> norm;  // [hidden], zero-centred
+  std::vector<Block> blocks;
+  Buffer<float> norm;  // [hidden]
   Matrix lm_head;      // [vocabulary, hidden]; empty if the embedding is the head
   // 16 hexadecimal digits of every byte loaded and of the sizes: equal for equal models only.
   std::string fingerprint;
@@ -62,11 +66,5 @@ struct QwenWeights {
 
   const Matrix& head() const { return lm_head.outputs > 0 ? lm_head : embedding; }
 };
-
-// Copies the tensors of `checkpoint` (under "model." or "model.language_model.") that `config` needs; others, as those
-// of images and of the multi-token-prediction head, are left alone. Qwen3-Next's interleaved projections are put into
-// Qwen3.5's order. Throws Error naming the tensor, the expected and the given, if one is missing or of another shape,
-// or is neither BF16, F16 nor F32.
-QwenWeights load_qwen_weights(const Checkpoint& checkpoint, const ModelConfig& config);
 
 }  // namespace replayssm

@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "replayssm/core/safetensors.h"
-#include "replayssm/model/qwen.h"
+#include "replayssm/model/language_model.h"
+#include "replayssm/model/model.h"
 #include "tests/arrays.h"
 
 namespace replayssm::test {
@@ -40,11 +41,11 @@ struct ExpectedLogits {
 };
 
 // Weights of a model directory; many rigs may share them.
-struct QwenFixture {
-  explicit QwenFixture(const std::string& directory)
-      : config(read_config(directory)), weights(load_qwen_weights(Checkpoint(directory), config)) {}
+struct ModelFixture {
+  explicit ModelFixture(const std::string& directory)
+      : config(read_config(directory)), weights(load_weights(Checkpoint(directory), config)) {}
   ModelConfig config;
-  QwenWeights weights;
+  Weights weights;
 };
 
 enum class Decoder { kConventional, kDirect, kExact };
@@ -58,11 +59,11 @@ struct RigOptions {
 };
 
 // A model with a pool of its own, whose memory was NaN before.
-class QwenRig {
+class ModelRig {
  public:
-  explicit QwenRig(const QwenFixture& fixture, const RigOptions& options = {})
+  explicit ModelRig(const ModelFixture& fixture, const RigOptions& options = {})
       : device_(options.threads),
-        layout_(qwen_state_layout(fixture.config, fixture.weights, options.window, options.max_step_tokens, 16)),
+        layout_(state_layout(fixture.config, fixture.weights.fingerprint, options.window, options.max_step_tokens, 16)),
         pool(layout_, pool_size(layout_, options.slots, 2048), {.max_rows = options.slots, .is_poisoned = true}),
         model(fixture.config, fixture.weights, layout_, options.max_tokens, device_) {}
 
@@ -103,7 +104,7 @@ class QwenRig {
 
  public:
   StatePool pool;
-  Qwen model;
+  LanguageModel model;
   int flushes = 0;
 };
 

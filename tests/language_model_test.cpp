@@ -1,5 +1,5 @@
 // Whole models: transformers' logits, decoders against each other, batches, threads, splits, refusals.
-#include "replayssm/model/qwen.h"
+#include "replayssm/model/language_model.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 
 #include "replayssm/core/error.h"
 #include "tests/allocation.h"
-#include "tests/qwen_rig.h"
+#include "tests/model_rig.h"
 #include "tests/tolerance.h"
 
 namespace replayssm {
@@ -19,15 +19,15 @@ using namespace replayssm::test;
 constexpr int kPrompt = 70;
 const char* const kModels[] = {"qwen3_5-tiny", "qwen3_next-tiny"};
 
-const QwenFixture& fixture(const std::string& name) {
-  static const QwenFixture qwen3_5(fixture_directory(kModels[0])), qwen3_next(fixture_directory(kModels[1]));
+const ModelFixture& fixture(const std::string& name) {
+  static const ModelFixture qwen3_5(fixture_directory(kModels[0])), qwen3_next(fixture_directory(kModels[1]));
   return name == kModels[0] ? qwen3_5 : qwen3_next;
 }
 
-TEST(Qwen, PrefillHasTheLogitsOfTransformers) {
+TEST(LanguageModel, PrefillHasTheLogitsOfTransformers) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
-    QwenRig rig(fixture(name), {.max_tokens = 200});
+    ModelRig rig(fixture(name), {.max_tokens = 200});
     const std::vector<float> logits = rig.prefill(rig.pool.allocate(200), expected.token);
     EXPECT_LE(relative_error(logits, expected.logits), kModelBound) << name;
     for (size_t n = 0; n < expected.token.size(); ++n)
@@ -46,7 +46,7 @@ const DecodeCase kDecodeCases[] = {{Decoder::kConventional, 1, 8}, {Decoder::kDi
                                    {Decoder::kDirect, 4, 8},       {Decoder::kExact, 1, 6},   {Decoder::kExact, 2, 5}};
 
 // The logits of positions kPrompt .. end, decoded after a prefill.
-std::vector<float> decode_text(QwenRig& rig, const ExpectedLogits& text, const DecodeCase& c) {
+std::vector<float> decode_text(ModelRig& rig, const ExpectedLogits& text, const DecodeCase& c) {
   const Handle row = rig.pool.allocate(200);
   rig.prefill(row, std::span(text.token).first(kPrompt));
   std::vector<float> logits;
@@ -57,11 +57,11 @@ std::vector<float> decode_text(QwenRig& rig, const ExpectedLogits& text, const D
   return logits;
 }
 
-TEST(Qwen, DecodingHasTheLogitsOfTransformers) {
+TEST(LanguageModel, DecodingHasTheLogitsOfTransformers) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
     for (const DecodeCase& c : kDecodeCases) {
-      QwenRig rig(fixture(name), {.window = c.window});
+      ModelRig rig(fixture(name), {.window = c.window});
       const std::vector<float> logits = decode_text(rig, expected, c);
       EXPECT_LE(relative_error(logits, expected.rows(kPrompt, static_cast<int64_t>(expected.token.size()))),
                 kModelBound)
@@ -72,10 +72,10 @@ TEST(Qwen, DecodingHasTheLogitsOfTransformers) {
 }
 
 // Rejected tokens leave no trace: each window ends in tokens that are not the text's.
-TEST(Qwen, RejectedTokensChangeNothing) {
+TEST(LanguageModel, RejectedTokensChangeNothing) {
   const ExpectedLogits expected(kModels[0]);
   for (Decoder decoder : {Decoder::kDirect, Decoder::kExact}) {
-    QwenRig rig(fixture(kModels[0]), {.window = 9, .max_step_tokens = 4});
+    ModelRig rig(fixture(kModels[0]), {.window = 9, .max_step_tokens = 4});
     const Handle row = rig.pool.allocate(200);
     rig.prefill(row, std::span(expected.token).first(kPrompt));
     std::mt19937_64 random(3);
@@ -92,37 +92,40 @@ TEST(Qwen, RejectedTokensChangeNothing) {
   }
 }
 
-TEST(Qwen, CorruptedStateIsSeen) {
+TEST(LanguageModel, CorruptedStateIsSeen) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
-    const auto& layers = fixture(name).config.layers;
-    const int delta = 0, attention = static_cast<int>(std::find(layers.begin(), layers.end(), LayerKind::kAttention) -
-                                                      layers.begin());
-    const std::function<void(QwenRig&, Handle)> faults[] = {
-        [&](QwenRig& rig, Handle row) {
+    const int delta = 0;
+    int attention = 0;  // its first layer in the pool
+    for (const Block& block : fixture(name).config.blocks) {
+      if (std::holds_alternative<AttentionConfig>(block.config)) break;
+      attention += !std::holds_alternative<FeedForwardConfig>(block.config);
+    }
+    const std::function<void(ModelRig&, Handle)> faults[] = {
+        [&](ModelRig& rig, Handle row) {
           DeltaState state = rig.pool.delta_state(delta);
           const int64_t size = 6 * 20 * 32, at = rig.pool.ledger().checkpoint(row) * size;
           for (int64_t i = 0; i < size; ++i) state.checkpoint[at + i] *= -1;
         },
-        [&](QwenRig& rig, Handle row) {  // one record's v, all heads
+        [&](ModelRig& rig, Handle row) {  // one record's v, all heads
           DeltaState state = rig.pool.delta_state(delta);
           const int64_t last = (rig.pool.cursor(row).tokens() - 1) % state.capacity;
           for (int h = 0; h < 6; ++h)
             for (int i = 0; i < 20; ++i) state.ring_v[((row.slot * 6 + h) * state.capacity + last) * 20 + i] *= -1;
         },
-        [&](QwenRig& rig, Handle row) {
+        [&](ModelRig& rig, Handle row) {
           Conv1dState state = rig.pool.conv_state(delta);
           for (int64_t i = 0; i < state.capacity * state.channels; ++i)
             state.window[row.slot * state.capacity * state.channels + i] *= -1;
         },
-        [&](QwenRig& rig, Handle) {
+        [&](ModelRig& rig, Handle) {
           KvCache cache = rig.pool.kv_cache(attention);
           for (int64_t i = 0; i < cache.pages * cache.kv_heads * cache.page_tokens * cache.head_size; ++i)
             cache.v[i] *= -1;
         },
     };
     for (size_t f = 0; f <= std::size(faults); ++f) {
-      QwenRig rig(fixture(name), {.window = 16});
+      ModelRig rig(fixture(name), {.window = 16});
       const Handle row = rig.pool.allocate(200);
       rig.prefill(row, std::span(expected.token).first(kPrompt));
       for (int n = kPrompt; n < kPrompt + 3; ++n) rig.decode(Decoder::kDirect, {row}, {expected.token[n]});
@@ -150,7 +153,7 @@ int32_t token_of(int number, int64_t position, int64_t vocabulary) {
 }
 
 // 1000 steps of up to four rows that start at different times and lengths, leave, and come back in other places.
-void run_long(QwenRig& rig, Decoder decoder, const std::function<void(int, const std::vector<float>&)>& see) {
+void run_long(ModelRig& rig, Decoder decoder, const std::function<void(int, const std::vector<float>&)>& see) {
   std::mt19937_64 random(11);
   std::vector<LongRow> rows;
   int number = 0;
@@ -179,9 +182,9 @@ void run_long(QwenRig& rig, Decoder decoder, const std::function<void(int, const
   }
 }
 
-TEST(Qwen, ExactDecodingHasTheBitsOfConventionalDecoding) {
+TEST(LanguageModel, ExactDecodingHasTheBitsOfConventionalDecoding) {
   for (const char* name : kModels) {
-    QwenRig conventional(fixture(name), {.threads = 2}), exact(fixture(name), {.threads = 2, .window = 7});
+    ModelRig conventional(fixture(name), {.threads = 2}), exact(fixture(name), {.threads = 2, .window = 7});
     std::vector<std::vector<float>> expected;
     run_long(conventional, Decoder::kConventional,
              [&](int, const std::vector<float>& logits) { expected.push_back(logits); });
@@ -194,7 +197,7 @@ TEST(Qwen, ExactDecodingHasTheBitsOfConventionalDecoding) {
 }
 
 // Prompts of several lengths in one step, then windows: each row's bits are those of the row alone on one thread.
-TEST(Qwen, ARowsBitsDependOnNeitherBatchNorPlaceNorThreads) {
+TEST(LanguageModel, ARowsBitsDependOnNeitherBatchNorPlaceNorThreads) {
   for (const char* name : kModels) {
     const int64_t vocabulary = fixture(name).config.vocabulary;
     const std::vector<int> lengths = {1, 17, 64, 65, 130};
@@ -207,7 +210,7 @@ TEST(Qwen, ARowsBitsDependOnNeitherBatchNorPlaceNorThreads) {
       constexpr int kWindows = 12;
       std::vector<std::vector<float>> alone(lengths.size());
       for (size_t r = 0; r < lengths.size(); ++r) {
-        QwenRig rig(fixture(name), {.window = c.window, .max_tokens = 512});
+        ModelRig rig(fixture(name), {.window = c.window, .max_tokens = 512});
         const Handle row = rig.pool.allocate(400);
         alone[r] = rig.prefill(row, tokens_of(static_cast<int>(r), 0, lengths[r]));
         for (int w = 0; w < kWindows; ++w) {
@@ -217,7 +220,7 @@ TEST(Qwen, ARowsBitsDependOnNeitherBatchNorPlaceNorThreads) {
         }
       }
       for (int threads : {1, 2, 3}) {
-        QwenRig rig(fixture(name), {.threads = threads, .window = c.window, .max_tokens = 512});
+        ModelRig rig(fixture(name), {.threads = threads, .window = c.window, .max_tokens = 512});
         std::vector<size_t> order = {3, 0, 4, 2, 1};
         std::vector<Handle> handles(lengths.size());
         for (size_t r : order) handles[r] = rig.pool.allocate(400);
@@ -258,12 +261,12 @@ TEST(Qwen, ARowsBitsDependOnNeitherBatchNorPlaceNorThreads) {
   }
 }
 
-TEST(Qwen, AnySplitOfAPromptGivesTheSameLogits) {
+TEST(LanguageModel, AnySplitOfAPromptGivesTheSameLogits) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
     for (int max_tokens : {1, 3, 64, 67, 133, 134}) {
       for (int threads : {1, 2}) {
-        QwenRig rig(fixture(name), {.threads = threads, .max_tokens = max_tokens});
+        ModelRig rig(fixture(name), {.threads = threads, .max_tokens = max_tokens});
         const Handle row = rig.pool.allocate(200);
         std::vector<float> logits = poisoned(expected.vocabulary);
         const std::span<const int32_t> prompt = expected.token;
@@ -273,7 +276,7 @@ TEST(Qwen, AnySplitOfAPromptGivesTheSameLogits) {
       }
     }
     // Several prompts at once, in pieces that end anywhere.
-    QwenRig rig(fixture(name), {.max_tokens = 50});
+    ModelRig rig(fixture(name), {.max_tokens = 50});
     const std::vector<int> lengths = {1, 70, 49, 134};
     std::vector<Handle> rows;
     std::vector<std::span<const int32_t>> prompts;
@@ -291,12 +294,12 @@ TEST(Qwen, AnySplitOfAPromptGivesTheSameLogits) {
 }
 
 // A NaN in one sequence's state ends in that sequence's logits alone.
-TEST(Qwen, ABadNumberStaysInItsRow) {
+TEST(LanguageModel, ABadNumberStaysInItsRow) {
   const ExpectedLogits expected(kModels[0]);
   for (Decoder decoder : {Decoder::kConventional, Decoder::kDirect, Decoder::kExact}) {
-    QwenRig good(fixture(kModels[0]), {.threads = 2}), bad(fixture(kModels[0]), {.threads = 2});
+    ModelRig good(fixture(kModels[0]), {.threads = 2}), bad(fixture(kModels[0]), {.threads = 2});
     std::vector<Handle> rows[2];
-    QwenRig* rigs[] = {&good, &bad};
+    ModelRig* rigs[] = {&good, &bad};
     for (int i = 0; i < 2; ++i) {
       for (int r = 0; r < 3; ++r) {
         rows[i].push_back(rigs[i]->pool.allocate(200));
@@ -318,8 +321,8 @@ TEST(Qwen, ABadNumberStaysInItsRow) {
 }
 
 // A step asks for no memory: neither the plan, nor the forward pass, nor the commit, in any of the decoders.
-TEST(Qwen, StepsAllocateNothing) {
-  QwenRig rig(fixture(kModels[0]), {.threads = 2, .window = 4, .max_tokens = 32});
+TEST(LanguageModel, StepsAllocateNothing) {
+  ModelRig rig(fixture(kModels[0]), {.threads = 2, .window = 4, .max_tokens = 32});
   const std::vector<Handle> rows = {rig.pool.allocate(200), rig.pool.allocate(200)};
   const std::vector<int> prompt = {20, 7}, one = {1, 1};
   const std::vector<int32_t> token(27, 3), wanted = {0, 1};
@@ -341,30 +344,30 @@ TEST(Qwen, StepsAllocateNothing) {
   EXPECT_EQ(limit.used_bytes(), 0u);
 }
 
-TEST(Qwen, RefusesWrongSteps) {
-  QwenRig rig(fixture(kModels[0]), {.max_tokens = 8});
+TEST(LanguageModel, RefusesWrongSteps) {
+  ModelRig rig(fixture(kModels[0]), {.max_tokens = 8});
   const Handle row = rig.pool.allocate(100);
   const std::vector<int32_t> token(9, 1);
   std::vector<float> logits(9 * 187, kPoison);
   const std::vector<int32_t> wanted = {0};
   const auto refused = [&](int count, auto change) {
     const StepPlan& plan = rig.pool.begin_step(StepKind::kPrefill, {{row}}, {{count}});
-    QwenStep step{.plan = &plan, .token = token.data(), .logit_token = wanted, .logits = logits.data()};
+    ModelStep step{.plan = &plan, .token = token.data(), .logit_token = wanted, .logits = logits.data()};
     change(step);
     EXPECT_THROW(rig.model.forward(step, rig.pool), Error);
     rig.pool.abort_step();
     rig.pool.reset(row);
   };
-  refused(9, [](QwenStep&) {});
-  refused(1, [](QwenStep& s) { s.plan = nullptr; });
-  refused(1, [](QwenStep& s) { s.token = nullptr; });
-  refused(1, [](QwenStep& s) { s.logits = nullptr; });
+  refused(9, [](ModelStep&) {});
+  refused(1, [](ModelStep& s) { s.plan = nullptr; });
+  refused(1, [](ModelStep& s) { s.token = nullptr; });
+  refused(1, [](ModelStep& s) { s.logits = nullptr; });
   const std::vector<int32_t> past = {1}, before = {-1}, large = {187};
-  refused(1, [&](QwenStep& s) { s.logit_token = past; });
-  refused(1, [&](QwenStep& s) { s.logit_token = before; });
-  refused(1, [&](QwenStep& s) { s.token = large.data(); });
-  refused(1, [&](QwenStep& s) { s.token = before.data(); });
-  QwenRig other(fixture(kModels[1]));
+  refused(1, [&](ModelStep& s) { s.logit_token = past; });
+  refused(1, [&](ModelStep& s) { s.logit_token = before; });
+  refused(1, [&](ModelStep& s) { s.token = large.data(); });
+  refused(1, [&](ModelStep& s) { s.token = before.data(); });
+  ModelRig other(fixture(kModels[1]));
   const StepPlan& plan = rig.pool.begin_step(StepKind::kPrefill, {{row}}, {{1}});
   EXPECT_THROW(other.model.forward({.plan = &plan, .token = token.data(), .logit_token = {}}, rig.pool), Error);
   rig.pool.abort_step();

@@ -1,0 +1,245 @@
+#include "replayssm/model/language_model.h"
+
+#include <algorithm>
+
+#include "replayssm/core/error.h"
+#include "replayssm/ops/embed.h"
+#include "replayssm/ops/linear.h"
+#include "replayssm/ops/norm.h"
+#include "replayssm/ops/rope.h"
+
+namespace replayssm {
+namespace {
+
+// The state that a block keeps, or none.
+struct StateOf {
+  std::vector<StateLayer>& layers;
+
+  void operator()(const DeltaConfig& delta) const {
+    layers.push_back(DeltaLayer{delta.shape, delta.conv_channels(), delta.conv_width});
+  }
+  void operator()(const AttentionConfig& attention) const {
+    layers.push_back(AttentionLayer{attention.kv_heads, attention.head_size});
+  }
+  void operator()(const FeedForwardConfig&) const {}
+};
+
+}  // namespace
+
+StateLayout state_layout(const ModelConfig& config, const std::string& fingerprint, int window, int max_step_tokens,
+                         int page_tokens) {
+  StateLayout layout;
+  layout.model = fingerprint;
+  for (const Block& block : config.blocks) std::visit(StateOf{layout.layers}, block.config);
+  layout.window = window;
+  layout.max_step_tokens = max_step_tokens;
+  layout.page_tokens = page_tokens;
+  layout.context_tokens = config.context_tokens;
+  check_layout(layout);
+  return layout;
+}
+
+void BlockWidths::widen(const BlockWidths& other) {
+  projection = std::max(projection, other.projection);
+  convolved = std::max(convolved, other.convolved);
+  gate = std::max(gate, other.gate);
+  beta = std::max(beta, other.beta);
+  mixed = std::max(mixed, other.mixed);
+  workspace_bytes = std::max(workspace_bytes, other.workspace_bytes);
+}
+
+LanguageModel::LanguageModel(const ModelConfig& config, const Weights& weights, const StateLayout& layout,
+                             int max_tokens, Device& device)
+    : config_(config), weights_(weights), layout_(layout), max_tokens_(max_tokens), device_(device) {
+  require(max_tokens > 0, "max_tokens: expected 1 or more, got {}", max_tokens);
+  BlockWidths widths{.projection = config.hidden_size};  // the logits' wanted rows lie there too
+  std::vector<StateLayer> layers;
+  for (const Block& block : config.blocks) {
+    const size_t before = layers.size();
+    std::visit(StateOf{layers}, block.config);
+    state_.push_back(layers.size() > before ? static_cast<int>(before) : -1);
+    widths.widen(
+        std::visit([&](const auto& sizes) { return block_widths(sizes, layout, max_tokens, device); }, block.config));
+  }
+  const auto rows = [&](int64_t width) { return Buffer<float>(static_cast<size_t>(max_tokens * width)); };
+  arrays_.hidden = rows(config.hidden_size);
+  arrays_.normal = rows(config.hidden_size);
+  arrays_.projection = rows(widths.projection);
+  arrays_.convolved = rows(widths.convolved);
+  arrays_.gate = rows(widths.gate);
+  arrays_.beta = rows(widths.beta);
+  arrays_.mixed = rows(widths.mixed);
+  const AttentionConfig* attention = config.first<AttentionConfig>();
+  const int rotary_size = attention == nullptr ? 0 : attention->rotary_size;
+  arrays_.cosine = rows(rotary_size / 2);
+  arrays_.sine = rows(rotary_size / 2);
+  arrays_.workspace = Buffer<std::byte>(widths.workspace_bytes);
+  piece_rows_.reserve(max_tokens);
+  piece_tokens_.reserve(max_tokens);
+  piece_token_.reserve(max_tokens);
+  piece_logit_.reserve(max_tokens);
+}
+
+size_t LanguageModel::workspace_bytes() const {
+  size_t floats = 0;
+  for (const Buffer<float>* buffer : {&arrays_.hidden, &arrays_.normal, &arrays_.projection, &arrays_.convolved,
+                                      &arrays_.gate, &arrays_.beta, &arrays_.mixed, &arrays_.cosine, &arrays_.sine})
+    floats += buffer->size();
+  return floats * sizeof(float) + arrays_.workspace.size();
+}
+
+void LanguageModel::check(const ModelStep& step, const StatePool& pool) const {
+  require(step.plan != nullptr, "forward: the plan must not be null");
+  require(step.plan->tokens <= max_tokens_, "forward: expected a step of at most {} tokens, got {}", max_tokens_,
+          step.plan->tokens);
+  require(step.plan->tokens == 0 || step.token != nullptr, "forward: token must not be null");
+  for (int n = 0; n < step.plan->tokens; ++n)
+    require(step.token[n] >= 0 && step.token[n] < config_.vocabulary, "forward: expected tokens of 0 .. {}, got {}",
+            config_.vocabulary - 1, step.token[n]);
+  require(step.logit_token.size() <= static_cast<size_t>(max_tokens_) &&
+              (step.logit_token.empty() || step.logits != nullptr),
+          "forward: expected at most {} logit tokens and a place for their logits, got {}", max_tokens_,
+          step.logit_token.size());
+  for (int32_t n : step.logit_token)
+    require(n >= 0 && n < step.plan->tokens, "forward: expected logit tokens of 0 .. {}, got {}", step.plan->tokens - 1,
+            n);
+  const StateLayout& given = pool.layout();
+  require(given.ring_capacity() <= layout_.ring_capacity() && given.layers == layout_.layers,
+          "forward: the pool's layers or window are not those of the model");
+}
+
+// hidden <- embedding; hidden <- hidden + block(norm(hidden)), block by block; logits.
+void LanguageModel::forward(const ModelStep& step, StatePool& pool) {
+  check(step, pool);
+  const Forward forward{config_, step, pool, arrays_, device_, step.plan->tokens};
+  if (forward.tokens == 0) return;
+  embed({.tokens = forward.tokens,
+         .vocabulary = config_.vocabulary,
+         .size = config_.hidden_size,
+         .token = step.token,
+         .table = weights_.embedding.bf16.data(),
+         .table_f32 = weights_.embedding.f32.data(),
+         .y = arrays_.hidden.data()},
+        device_);
+  const AttentionConfig* attention = config_.first<AttentionConfig>();
+  if (attention != nullptr && attention->rotary_size > 0)
+    rope_angles({.tokens = forward.tokens,
+                 .rotary_size = attention->rotary_size,
+                 .theta = attention->rope_theta,
+                 .position = step.plan->position,
+                 .cosine = arrays_.cosine.data(),
+                 .sine = arrays_.sine.data()},
+                device_);
+  for (size_t index = 0; index < weights_.blocks.size(); ++index) {
+    normalize(forward, weights_.blocks[index].norm.data());
+    run_block(forward, index);
+  }
+  project_logits(forward);
+}
+
+void LanguageModel::run_block(const Forward& forward, size_t index) {
+  const BlockConfig& config = config_.blocks[index].config;
+  const BlockWeights& weights = weights_.blocks[index].body;
+  if (const auto* delta = std::get_if<DeltaConfig>(&config))
+    run_delta(forward, *delta, std::get<DeltaWeights>(weights), state_[index]);
+  else if (const auto* attention = std::get_if<AttentionConfig>(&config))
+    run_attention(forward, *attention, std::get<AttentionWeights>(weights), state_[index]);
+  else
+    run_feed_forward(forward, std::get<FeedForwardConfig>(config), std::get<FeedForwardWeights>(weights));
+}
+
+// normal <- norm(hidden)
+void LanguageModel::normalize(const Forward& forward, const float* weight) {
+  const int64_t size = config_.hidden_size;
+  rms_norm({.tokens = forward.tokens,
+            .size = size,
+            .x = arrays_.hidden.data(),
+            .x_stride = size,
+            .weight = weight,
+            .is_zero_centred = config_.has_zero_centred_norms,
+            .eps = static_cast<float>(config_.norm_epsilon),
+            .y = arrays_.normal.data(),
+            .y_stride = size},
+           device_);
+}
+
+void project(const Forward& forward, const Matrix& matrix, const float* x, int64_t x_stride, float* y, bool is_added) {
+  linear({.tokens = forward.tokens,
+          .inputs = matrix.inputs,
+          .outputs = matrix.outputs,
+          .weight = matrix.bf16.data(),
+          .weight_f32 = matrix.f32.data(),
+          .x = x,
+          .x_stride = x_stride,
+          .y = y,
+          .y_stride = matrix.outputs,
+          .residual = is_added ? y : nullptr,
+          .residual_stride = matrix.outputs},
+         forward.device);
+}
+
+// logits = W_head norm(hidden), of the wanted tokens alone.
+void LanguageModel::project_logits(const Forward& forward) {
+  const ModelStep& step = forward.step;
+  const int64_t size = config_.hidden_size, count = static_cast<int64_t>(step.logit_token.size());
+  if (count == 0) return;
+  normalize(forward, weights_.norm.data());
+  float* wanted = arrays_.projection.data();
+  for (int64_t i = 0; i < count; ++i)
+    std::copy_n(arrays_.normal.data() + step.logit_token[i] * size, size, wanted + i * size);
+  const Matrix& head = weights_.head();
+  linear({.tokens = count,
+          .inputs = size,
+          .outputs = head.outputs,
+          .weight = head.bf16.data(),
+          .weight_f32 = head.f32.data(),
+          .x = wanted,
+          .x_stride = size,
+          .y = step.logits,
+          .y_stride = head.outputs},
+         device_);
+}
+
+void LanguageModel::prefill(std::span<const Handle> rows, std::span<const std::span<const int32_t>> prompts,
+                            float* logits, StatePool& pool) {
+  require(rows.size() == prompts.size(), "prefill: expected a prompt for each of {} rows, got {}", rows.size(),
+          prompts.size());
+  for (size_t b = 0; b < prompts.size(); ++b) require(!prompts[b].empty(), "prefill: the prompt of row {} is empty", b);
+  const size_t max_rows = static_cast<size_t>(pool.ledger().limits().max_rows);
+  size_t row = 0, taken = 0;  // tokens taken of that row's prompt
+  while (row < rows.size()) {
+    const size_t first_done = row;
+    piece_rows_.clear();
+    piece_tokens_.clear();
+    piece_token_.clear();
+    piece_logit_.clear();
+    while (row < rows.size() && piece_rows_.size() < max_rows &&
+           piece_token_.size() < static_cast<size_t>(max_tokens_)) {
+      const size_t count =
+          std::min(prompts[row].size() - taken, static_cast<size_t>(max_tokens_) - piece_token_.size());
+      const auto piece = prompts[row].subspan(taken, count);
+      piece_rows_.push_back(rows[row]);
+      piece_tokens_.push_back(static_cast<int>(count));
+      piece_token_.insert(piece_token_.end(), piece.begin(), piece.end());
+      taken += count;
+      if (taken < prompts[row].size()) break;
+      piece_logit_.push_back(static_cast<int32_t>(piece_token_.size()) - 1);
+      ++row;
+      taken = 0;
+    }
+    const StepPlan& plan = pool.begin_step(StepKind::kPrefill, piece_rows_, piece_tokens_);
+    try {
+      forward({.plan = &plan,
+               .token = piece_token_.data(),
+               .logit_token = piece_logit_,
+               .logits = logits + first_done * static_cast<size_t>(config_.vocabulary)},
+              pool);
+    } catch (...) {
+      pool.abort_step();
+      throw;
+    }
+    pool.commit();
+  }
+}
+
+}  // namespace replayssm

@@ -1,0 +1,136 @@
+// Mamba-2 (state-space duality): conventional step, prefill, ReplaySSM decode, materialise.
+// Sources: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060); docs/math.md.
+//
+// Letters as in rows.h, with the family's own names: P head size (a value channel), N state size (a key channel), G
+// groups that share B and C. For one slot and head, state S [P, N] (the state channel is contiguous), one token is
+//
+//   a = e^(A dt'), A = -e^(A_log);   S <- a S + (dt' x) B^T;   y = S C + D x;   with z: y <- y z / (1 + e^-z)
+//
+// dt' is what mamba2_gates makes of the layer's dt. Everything is FP32. All functions below run the recurrence through
+// one update in one order of arithmetic, so a state reached by replay and fold has the bits of the state reached by
+// mamba2_step, whatever the batch, the thread count and the windows. Rows may be non-finite: that spoils their own
+// outputs and state alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+#include "replayssm/core/device.h"
+#include "replayssm/ops/rows.h"
+
+namespace replayssm {
+
+// heads % groups == 0; head h uses the B and C of group h / (H/G). head_size: a multiple of 8, at most 1024.
+// state_size: a multiple of 16, at most 256.
+struct Mamba2Shape {
+  int heads = 0;       // H
+  int groups = 0;      // G
+  int head_size = 0;   // P
+  int state_size = 0;  // N
+
+  friend bool operator==(const Mamba2Shape&, const Mamba2Shape&) = default;
+};
+
+// One layer's state for all slots of a pool. The ring keeps the inputs of the recurrence, nothing computed from a read
+// of the state.
+struct Mamba2State {
+  Mamba2Shape shape;
+  int64_t slots = 0;
+  int64_t checkpoints = 0;
+  int window = 0;               // L >= 1
+  int capacity = 0;             // C > L
+  float* checkpoint = nullptr;  // [checkpoints, H, P, N]
+  float* ring_x = nullptr;      // [slots, H, C, P]
+  float* ring_b = nullptr;      // [slots, G, C, N]
+  float* ring_dt = nullptr;     // [slots, H, C] dt'
+  float* ring_decay = nullptr;  // [slots, H, C] e^(A dt')
+};
+
+// The layer's weights.
+struct Mamba2Heads {
+  const float* a_log = nullptr;  // [H] A_log
+  const float* d = nullptr;      // [H] D, or null: no such term
+};
+
+// The inputs of the tokens of a call. Consecutive tokens of x, b, c and z are `*_stride` elements apart, so that all
+// may lie in one row of a projection; within a token heads and groups are contiguous. dt is dense. None may overlap an
+// output.
+struct Mamba2Tokens {
+  const float* x = nullptr;   // [tokens, H, P], x_stride
+  const float* b = nullptr;   // [tokens, G, N], b_stride
+  const float* c = nullptr;   // [tokens, G, N], c_stride
+  const float* dt = nullptr;  // [tokens, H] dt' >= 0
+  const float* z = nullptr;   // [tokens, H, P], z_stride; or null: no z gate
+  int64_t x_stride = 0, b_stride = 0, c_stride = 0, z_stride = 0;
+};
+
+// Conventional decoding: one token a row. Folds the row's history, if any, steps, and writes checkpoint_out.
+struct Mamba2Step {
+  Mamba2State state;
+  StateRows rows;
+  Mamba2Heads heads;
+  Mamba2Tokens tokens;   // B tokens
+  float* out = nullptr;  // [B, H, P]
+};
+void mamba2_step(const Mamba2Step& args, Device& device, std::span<std::byte> workspace);
+
+// ReplaySSM: a window of T tokens a row, 1 <= T <= L. Appends the window's records at logical history .. history+T-1.
+// A row with history + T > L flushes first: its history is folded into checkpoint_out (the caller then moves the
+// cursor to base + history, 0); otherwise no checkpoint is written. A flushing row's outputs come from the folded
+// state.
+struct Mamba2Decode {
+  Mamba2State state;
+  StateRows rows;
+  Mamba2Heads heads;
+  int tokens_per_row = 1;  // T <= C - L
+  Mamba2Tokens tokens;     // B * T tokens, a row's together
+  // kDirect reads the checkpoint once without writing it, s_j the inclusive prefix sum of A dt' over the n records in
+  // view:  y = e^{s_n} S0 C_n + sum_j dt'_j e^{s_n - s_j} (B_j . C_n) x_j + D x_n
+  Readout readout = Readout::kDirect;
+  float* out = nullptr;  // [B * T, H, P]
+};
+void mamba2_decode(const Mamba2Decode& args, Device& device, std::span<std::byte> workspace);
+
+// Prefill: row b holds tokens token_begin[b] .. token_begin[b+1]-1 (possibly none). Folds the row's history, runs the
+// tokens in chunks of matrix products from that state, writes checkpoint_out. Equal to mamba2_step up to rounding.
+struct Mamba2Prefill {
+  Mamba2State state;
+  StateRows rows;
+  Mamba2Heads heads;
+  const int32_t* token_begin = nullptr;  // [B + 1], non-decreasing from 0
+  Mamba2Tokens tokens;                   // token_begin[B] tokens
+  float* out = nullptr;                  // [token_begin[B], H, P]
+};
+void mamba2_prefill(const Mamba2Prefill& args, Device& device, std::span<std::byte> workspace);
+
+// checkpoint_out[b] <- checkpoint_in[b] with the first rows.history[b] records folded in. The source keeps its bits
+// unless both name one checkpoint.
+struct Mamba2Materialise {
+  Mamba2State state;
+  StateRows rows;
+};
+void mamba2_materialise(const Mamba2Materialise& args, Device& device, std::span<std::byte> workspace);
+
+// The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
+size_t mamba2_workspace_bytes(const Mamba2Shape& shape, int capacity, Device& device);
+
+// dt' = min(max(softplus(dt + dt_bias), time_step_min), time_step_max), softplus(u) = log(1 + e^u), u itself above 20.
+// Computed and kept in FP32; a NaN stays one.
+struct Mamba2Gates {
+  int64_t tokens = 0;
+  int heads = 0;              // H
+  const float* dt = nullptr;  // [tokens, H], dt_stride
+  int64_t dt_stride = 0;
+  const float* dt_bias = nullptr;  // [H]
+  float time_step_min = 0.0f;      // 0 <= time_step_min <= time_step_max
+  float time_step_max = std::numeric_limits<float>::infinity();
+  float* out = nullptr;  // [tokens, H]
+};
+void mamba2_gates(const Mamba2Gates& args, Device& device);
+
+// Throws Error unless `shape` is one that the functions above accept.
+void check_shape(const Mamba2Shape& shape);
+
+}  // namespace replayssm
