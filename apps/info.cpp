@@ -33,6 +33,12 @@ BlockText describe(const AttentionConfig& attention) {
                       attention.kv_heads, attention.head_size, attention.rotary_size)};
 }
 
+BlockText describe(const LatentAttentionConfig& attention) {
+  return {'L', "latent attention",
+          fmt::format("{} heads of {} + {}, values of {}, a latent of {}, none rotate", attention.heads,
+                      attention.nope_size, attention.rope_size, attention.value_size, attention.latent_size)};
+}
+
 BlockText describe(const FeedForwardConfig& feed_forward) {
   return {'F', "feed-forward", fmt::format("SwiGLU of {}", feed_forward.size)};
 }

@@ -67,11 +67,15 @@ void project(const Forward& forward, const Matrix& matrix, const float* x, int64
 // Each adds its block's output for `arrays.normal` to `arrays.hidden`. `state` is the block's layer in the pool.
 void run_delta(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights, int state);
 void run_attention(const Forward& forward, const AttentionConfig& config, const AttentionWeights& weights, int state);
+void run_latent_attention(const Forward& forward, const LatentAttentionConfig& config,
+                          const LatentAttentionWeights& weights, int state);
 void run_feed_forward(const Forward& forward, const FeedForwardConfig& config, const FeedForwardWeights& weights);
 
 // What each needs for pools of this layout and steps of up to max_tokens tokens.
 BlockWidths block_widths(const DeltaConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 BlockWidths block_widths(const AttentionConfig& config, const StateLayout& layout, int max_tokens, Device& device);
+BlockWidths block_widths(const LatentAttentionConfig& config, const StateLayout& layout, int max_tokens,
+                         Device& device);
 BlockWidths block_widths(const FeedForwardConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 
 }  // namespace replayssm

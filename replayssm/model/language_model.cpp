@@ -21,6 +21,9 @@ struct StateOf {
   void operator()(const AttentionConfig& attention) const {
     layers.push_back(AttentionLayer{attention.kv_heads, attention.head_size});
   }
+  void operator()(const LatentAttentionConfig& attention) const {
+    layers.push_back(AttentionLayer{1, attention.key_size(), attention.latent_size});
+  }
   void operator()(const FeedForwardConfig&) const {}
 };
 
@@ -144,6 +147,8 @@ void LanguageModel::run_block(const Forward& forward, size_t index) {
     run_delta(forward, *delta, std::get<DeltaWeights>(weights), state_[index]);
   else if (const auto* attention = std::get_if<AttentionConfig>(&config))
     run_attention(forward, *attention, std::get<AttentionWeights>(weights), state_[index]);
+  else if (const auto* latent = std::get_if<LatentAttentionConfig>(&config))
+    run_latent_attention(forward, *latent, std::get<LatentAttentionWeights>(weights), state_[index]);
   else
     run_feed_forward(forward, std::get<FeedForwardConfig>(config), std::get<FeedForwardWeights>(weights));
 }
