@@ -58,6 +58,35 @@ TEST(Activation, SiluProductMatchesTheOracle) {
   }
 }
 
+TEST(Activation, Relu2MatchesTheOracle) {
+  std::mt19937_64 random(4);
+  for (int64_t size : {1, 15, 16, 33, 640}) {
+    const int64_t tokens = 9, stride = size + 2;
+    const std::vector<float> x = random_normal(random, tokens * stride, 5.0f);
+    std::vector<double> expected;
+    for (int64_t n = 0; n < tokens; ++n)
+      for (int64_t i = 0; i < size; ++i) expected.push_back(std::pow(std::max(0.0, double(x[n * stride + i])), 2));
+    std::vector<float> bits;
+    for (int threads : {1, 2, 3}) {
+      Device device(threads);
+      std::vector<float> y = poisoned(tokens * size), in_place = x;
+      Relu2 args{.tokens = tokens, .size = size, .x = x.data(), .x_stride = stride, .y = y.data(), .y_stride = size};
+      relu2(args, device);
+      EXPECT_LE(relative_error(y, expected), kFloat32Bound);
+      if (threads == 1) bits = y;
+      EXPECT_TRUE(same_bits(y, bits));
+      args.x = args.y = in_place.data();
+      args.y_stride = stride;
+      relu2(args, device);
+      for (int64_t n = 0; n < tokens; ++n) {
+        EXPECT_TRUE(same_bits(std::span(in_place).subspan(n * stride, size), std::span(y).subspan(n * size, size)));
+        EXPECT_TRUE(
+            same_bits(std::span(in_place).subspan(n * stride + size, 2), std::span(x).subspan(n * stride + size, 2)));
+      }
+    }
+  }
+}
+
 TEST(Activation, SigmoidGateMatchesTheOracle) {
   std::mt19937_64 random(2);
   for (int64_t size : {1, 15, 16, 33, 256}) {
@@ -102,6 +131,21 @@ TEST(Activation, ExtremesAndBadNumbers) {
   EXPECT_LE(x[3], 1e-30f);
   EXPECT_TRUE(std::isnan(x[4]));
   EXPECT_EQ(x[5], 0.5f);
+
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (int64_t size : {1, 7, 64}) {  // in the last elements and in whole vectors
+    for (const auto& [value, expected] :
+         {std::pair(infinity, infinity), {-infinity, 0.0f}, {-3.0f, 0.0f}, {3.0f, 9.0f}, {-0.0f, 0.0f}}) {
+      std::vector<float> y(size, value);
+      relu2({.tokens = 1, .size = size, .x = y.data(), .y = y.data()}, device);
+      EXPECT_EQ(y, std::vector<float>(size, expected));
+    }
+    for (float value : {nan, -nan}) {
+      std::vector<float> y(size, value);
+      relu2({.tokens = 1, .size = size, .x = y.data(), .y = y.data()}, device);
+      for (float given : y) EXPECT_TRUE(std::isnan(given));
+    }
+  }
 }
 
 TEST(Activation, RefusesWrongArguments) {
@@ -109,6 +153,8 @@ TEST(Activation, RefusesWrongArguments) {
   float x = 1;
   EXPECT_THROW(silu_product({.tokens = -1, .size = 1}, device), Error);
   EXPECT_THROW(silu_product({.tokens = 1, .size = 1, .gate = &x, .up = &x}, device), Error);
+  EXPECT_THROW(relu2({.tokens = 1, .size = -1}, device), Error);
+  EXPECT_THROW(relu2({.tokens = 1, .size = 1, .x = &x}, device), Error);
   EXPECT_THROW(sigmoid_gate({.tokens = 1, .heads = -1, .size = 1}, device), Error);
   EXPECT_THROW(sigmoid_gate({.tokens = 1, .heads = 1, .size = 1, .x = &x}, device), Error);
 }

@@ -29,6 +29,20 @@ void silu_product_kernel(const SiluProduct& args, int64_t begin, int64_t end) {
 }
 
 // One call owns the tokens begin .. end-1.
+void relu2_kernel(const Relu2& args, int64_t begin, int64_t end) {
+  const Floats zero = hn::Zero(FloatTag());
+  for (int64_t n = begin; n < end; ++n) {
+    const float* x = args.x + n * args.x_stride;
+    float* y = args.y + n * args.y_stride;
+    for_each_vector(args.size, [&](const auto& load, const auto& store) HWY_ATTR {
+      // A NaN is not below zero, so it stays; the maximum would depend on the order of its operands.
+      const Floats value = load(x);
+      store(hn::IfThenZeroElse(hn::Lt(value, zero), hn::Mul(value, value)), y);
+    });
+  }
+}
+
+// One call owns the tokens begin .. end-1.
 void sigmoid_gate_kernel(const SigmoidGate& args, int64_t begin, int64_t end) {
   for (int64_t n = begin; n < end; ++n) {
     for (int h = 0; h < args.heads; ++h) {
@@ -47,6 +61,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace replayssm {
 HWY_EXPORT(silu_product_kernel);
+HWY_EXPORT(relu2_kernel);
 HWY_EXPORT(sigmoid_gate_kernel);
 
 void silu_product(const SiluProduct& args, Device& device) {
@@ -56,6 +71,16 @@ void silu_product(const SiluProduct& args, Device& device) {
   require(args.gate != nullptr && args.up != nullptr && args.y != nullptr,
           "silu_product: gate, up and y must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(silu_product_kernel);
+  device.threads().parallel_for(args.tokens, std::max<int64_t>(1, 4096 / args.size),
+                                [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
+}
+
+void relu2(const Relu2& args, Device& device) {
+  require(args.tokens >= 0 && args.size >= 0, "relu2: expected sizes >= 0, got tokens {} and size {}", args.tokens,
+          args.size);
+  if (args.tokens == 0 || args.size == 0) return;
+  require(args.x != nullptr && args.y != nullptr, "relu2: x and y must not be null");
+  const auto kernel = HWY_DYNAMIC_DISPATCH(relu2_kernel);
   device.threads().parallel_for(args.tokens, std::max<int64_t>(1, 4096 / args.size),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
 }
