@@ -37,6 +37,7 @@ class Mamba2Bench {
     state_.ring_x = place(x_, slots * shape.heads * C * shape.head_size, -1, 1);
     state_.ring_b = place(b_, slots * shape.groups * C * shape.state_size, -1, 1);
     state_.ring_dt = place(dt_, slots * shape.heads * C, 0, 0.1f);
+    state_.ring_decay = place(decay_, slots * shape.heads * C, 0.9f, 1);
     heads_ = {place(a_log_, shape.heads, -1, 1), place(d_, shape.heads, -1, 1)};
     cycle_ = std::max(1, window / tokens);
     base_.assign(slots, 0);
@@ -91,7 +92,7 @@ class Mamba2Bench {
  private:
   double state_bytes() const { return 4.0 * shape_.heads * shape_.head_size * shape_.state_size; }
   double record_bytes() const {
-    return 4.0 * (shape_.groups * shape_.state_size + shape_.heads * (shape_.head_size + 1));
+    return 4.0 * (shape_.groups * shape_.state_size + shape_.heads * (shape_.head_size + 2));
   }
   double token_bytes() const {
     return 4.0 * (2 * shape_.groups * shape_.state_size + shape_.heads * (2 * shape_.head_size + 1));
@@ -131,7 +132,7 @@ class Mamba2Bench {
   Mamba2State state_;
   Mamba2Heads heads_;
   double bytes_ = 0;
-  Buffer<float> checkpoint_, x_, b_, dt_, a_log_, d_;
+  Buffer<float> checkpoint_, x_, b_, dt_, decay_, a_log_, d_;
   Buffer<float> x_in_, b_in_, c_in_, dt_in_, out_;
   Buffer<std::byte> workspace_;
   std::vector<int32_t> slot_, history_;

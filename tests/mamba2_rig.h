@@ -100,7 +100,8 @@ class Mamba2Rig {
         checkpoint(poisoned(size_t(slots) * shape.heads * shape.head_size * shape.state_size)),
         ring_x(poisoned(size_t(slots) * shape.heads * capacity * shape.head_size)),
         ring_b(poisoned(size_t(slots) * shape.groups * capacity * shape.state_size)),
-        ring_dt(poisoned(size_t(slots) * shape.heads * capacity)) {
+        ring_dt(poisoned(size_t(slots) * shape.heads * capacity)),
+        ring_decay(ring_dt) {
     state.shape = shape;
     state.slots = state.checkpoints = slots;
     state.window = window;
@@ -109,6 +110,7 @@ class Mamba2Rig {
     state.ring_x = ring_x.data();
     state.ring_b = ring_b.data();
     state.ring_dt = ring_dt.data();
+    state.ring_decay = ring_decay.data();
     workspace_ = Buffer<float>(mamba2_workspace_bytes(shape, capacity, device) / sizeof(float));
     for (int slot = 0; slot < slots; ++slot) clear(slot);
   }
@@ -118,7 +120,7 @@ class Mamba2Rig {
   std::span<float> slot_state(int slot) { return {&checkpoint[slot * state_size()], state_size()}; }
   std::vector<float> rings() const {
     std::vector<float> all;
-    for (const std::vector<float>* ring : {&ring_x, &ring_b, &ring_dt})
+    for (const std::vector<float>* ring : {&ring_x, &ring_b, &ring_dt, &ring_decay})
       all.insert(all.end(), ring->begin(), ring->end());
     return all;
   }
@@ -165,7 +167,7 @@ class Mamba2Rig {
     StateRows r = rows({from});
     history_[0] = records;
     checkpoint_out_[0] = to;
-    mamba2_materialise({state, r, heads()}, device_, workspace());
+    mamba2_materialise({state, r}, device_, workspace());
   }
 
   // Rows for a call; the checkpoints are the slots' own. Valid until the next call.
@@ -199,7 +201,7 @@ class Mamba2Rig {
   Mamba2State state;
   int capacity;
   std::vector<Cursor> cursors;
-  std::vector<float> checkpoint, ring_x, ring_b, ring_dt;
+  std::vector<float> checkpoint, ring_x, ring_b, ring_dt, ring_decay;
 };
 
 }  // namespace replayssm::test

@@ -40,6 +40,7 @@ struct Mamba2Family {
     return {{"checkpoint", [](Mamba2Rig& rig) { rig.checkpoint[5] += 2.0f; }},
             {"ring x", [](Mamba2Rig& rig) { rig.ring_x[position(rig) * 8] += 4.0f; }},
             {"ring b", [](Mamba2Rig& rig) { rig.ring_b[position(rig) * 32] += 4.0f; }},
+            {"ring decay", [](Mamba2Rig& rig) { rig.ring_decay[position(rig)] *= 0.5f; }},
             {"ring dt", [](Mamba2Rig& rig) { rig.ring_dt[position(rig)] += 0.5f; }}};
   }
 
@@ -118,15 +119,16 @@ TEST(Mamba2, SlotsBeyond2To31Elements) {
   constexpr int kSlots = 2200, kWindow = 127, kCapacity = 128, kSlot = 2199;
   const int64_t state_floats = int64_t{128} * 64 * 128, x_floats = int64_t{128} * kCapacity * 64;
   const int64_t b_floats = int64_t{8} * kCapacity * 128, dt_floats = int64_t{128} * kCapacity;
-  const int64_t bytes = 4 * kSlots * (state_floats + x_floats + b_floats + dt_floats);
+  const int64_t bytes = 4 * kSlots * (state_floats + x_floats + b_floats + 2 * dt_floats);
   void* memory =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, /*fd=*/-1, 0);
   if (memory == MAP_FAILED) GTEST_SKIP() << "no " << bytes << " bytes of addresses";
-  Mamba2State state = {shape,   kSlots,  kSlots, kWindow, kCapacity, static_cast<float*>(memory),
-                       nullptr, nullptr, nullptr};
+  Mamba2State state = {shape,   kSlots,  kSlots,  kWindow, kCapacity, static_cast<float*>(memory),
+                       nullptr, nullptr, nullptr, nullptr};
   state.ring_x = state.checkpoint + kSlots * state_floats;
   state.ring_b = state.ring_x + kSlots * x_floats;
   state.ring_dt = state.ring_b + kSlots * b_floats;
+  state.ring_decay = state.ring_dt + kSlots * dt_floats;
   std::mt19937_64 random(23);
   const Mamba2Inputs inputs(shape, 3, random);
   Mamba2Rig small(shape, 1, kWindow, 1, device);
@@ -141,7 +143,7 @@ TEST(Mamba2, SlotsBeyond2To31Elements) {
     EXPECT_TRUE(same_bits(small.decode({0}, 1, inputs.tokens(history), Readout::kDirect), out));
     small.commit(0, 1);
   }
-  mamba2_materialise({state, rows, small.heads()}, device, small.workspace());
+  mamba2_materialise({state, rows}, device, small.workspace());
   small.materialise(0, 0, 3);
   EXPECT_TRUE(same_bits(small.slot_state(0), {state.checkpoint + kSlot * state_floats, size_t(state_floats)}));
   munmap(memory, bytes);

@@ -29,7 +29,11 @@ ModelConfig parse_config(std::string_view config, std::string_view generation_co
   if (!generation_config.empty()) {
     const std::string generation_name = fmt::format("{}generation_config.json", source);
     const nlohmann::json generation = parse_json(generation_config, generation_name);
-    add_end_tokens(JsonObject(generation, generation_name), model.vocabulary, model.end_tokens);
+    std::vector<int32_t> tokens;
+    add_end_tokens(JsonObject(generation, generation_name), model.vocabulary, tokens);
+    for (const int32_t token : model.end_tokens)
+      if (std::ranges::find(tokens, token) == tokens.end()) tokens.push_back(token);
+    model.end_tokens = tokens;
   }
   return model;
 }

@@ -73,6 +73,21 @@ HWY_INLINE void find_outputs(const Mamba2Window& window, int head, float* out, c
     scratch.outs[t] = out + (static_cast<ptrdiff_t>(t) * shape.heads + head) * shape.head_size;
 }
 
+// decays[t] <- e^{A dt'} of the window's tokens; padded for exp.
+HWY_INLINE void find_decays(const Mamba2Window& window, const Mamba2Heads& heads, int head, float* decays) {
+  if (window.tokens == 0) return;
+  const float rate = decay_rate(heads, head);
+  for (int t = 0; t < window.tokens; ++t) decays[t] = rate * window.dt(window.history + t, head);
+  std::fill(decays + window.tokens, decays + window.tokens + kExpPadding, 0.0f);
+  exp_in_place(decays, window.tokens);
+}
+
+// decays[j] <- those of all records in view.
+HWY_INLINE void collect_decays(const Mamba2Window& window, const Mamba2Heads& heads, int head, float* decays) {
+  for (int j = 0; j < window.history; ++j) decays[j] = *window.ring_decay(j, head);
+  find_decays(window, heads, head, decays + window.history);
+}
+
 // Runs the ring's history and then the window's tokens through the update for a unit's heads. The state after the first
 // `stored` records (history, all, or 0: none) goes to checkpoint_out.
 void run_recurrence(const Mamba2Window& window, const Mamba2Heads& heads, int stored, float* out,
@@ -81,14 +96,9 @@ void run_recurrence(const Mamba2Window& window, const Mamba2Heads& heads, int st
   const int P = state.shape.head_size, count = window.count();
   find_records(window, scratch);
   for (int head = window.head_begin; head < window.head_end; ++head) {
-    const float rate = decay_rate(heads, head);
-    for (int j = 0; j < count; ++j) {
-      const float dt = window.dt(j, head);
-      scratch.decays[j] = rate * dt;
-      scale_input(window.x(j, head), dt, P, scratch.weights + static_cast<ptrdiff_t>(j) * P);
-    }
-    std::fill(scratch.decays + count, scratch.decays + count + kExpPadding, 0.0f);
-    exp_in_place(scratch.decays, count);
+    collect_decays(window, heads, head, scratch.decays);
+    for (int j = 0; j < count; ++j)
+      scale_input(window.x(j, head), window.dt(j, head), P, scratch.weights + static_cast<ptrdiff_t>(j) * P);
     find_outputs(window, head, out, scratch);
     Mamba2Run run;
     run.count = count;
@@ -109,33 +119,32 @@ void run_recurrence(const Mamba2Window& window, const Mamba2Heads& heads, int st
 }
 
 // Appends the window's records to the ring.
-void append_records(const Mamba2Window& window) {
+void append_records(const Mamba2Window& window, const Mamba2Heads& heads, const Mamba2Scratch& scratch) {
   const Mamba2Shape& shape = window.state->shape;
-  for (int j = window.history; j < window.count(); ++j) {
-    if (window.is_first_part) std::memcpy(window.ring_b(j), window.b(j), sizeof(float) * shape.state_size);
-    for (int head = window.head_begin; head < window.head_end; ++head) {
+  if (window.is_first_part)
+    for (int j = window.history; j < window.count(); ++j)
+      std::memcpy(window.ring_b(j), window.b(j), sizeof(float) * shape.state_size);
+  for (int head = window.head_begin; head < window.head_end; ++head) {
+    find_decays(window, heads, head, scratch.decays);
+    for (int t = 0; t < window.tokens; ++t) {
+      const int j = window.history + t;
       std::memcpy(window.ring_x(j, head), window.x(j, head), sizeof(float) * shape.head_size);
       *window.ring_dt(j, head) = window.dt(j, head);
+      *window.ring_decay(j, head) = scratch.decays[t];
     }
   }
 }
 
 // The weights dt'_j e^{s_n - s_j} (B_j . C_n) of the records in view of window token t; returns e^{s_n}.
-HWY_INLINE float weigh_records(const Mamba2Window& window, int t, int head, float rate, const Mamba2Scratch& scratch) {
+HWY_INLINE float weigh_records(const Mamba2Window& window, int t, int head, const Mamba2Scratch& scratch) {
   const int n = window.history + t + 1;
   const float* products = scratch.products + static_cast<ptrdiff_t>(t) * scratch.product_pitch;
-  float log_decay = 0;  // s_n - s_j
+  float decay = 1;  // e^{s_n - s_j}
   for (int j = n - 1; j >= 0; --j) {
-    const float dt = window.dt(j, head);
-    scratch.decays[j] = log_decay;
-    scratch.weights[j] = dt * products[j];
-    log_decay += rate * dt;
+    scratch.weights[j] = window.dt(j, head) * products[j] * decay;
+    decay *= scratch.decays[j];
   }
-  scratch.decays[n] = log_decay;
-  std::fill(scratch.decays + n + 1, scratch.decays + n + 1 + kExpPadding, 0.0f);
-  exp_in_place(scratch.decays, n + 1);
-  for (int j = 0; j < n; ++j) scratch.weights[j] *= scratch.decays[j];
-  return scratch.decays[n];
+  return decay;
 }
 
 // The direct readout of a unit's window.
@@ -150,11 +159,11 @@ void read_direct(const Mamba2Window& window, const Mamba2Heads& heads, float* ou
                     scratch.products + static_cast<ptrdiff_t>(other) * scratch.product_pitch);
   }
   for (int head = window.head_begin; head < window.head_end; ++head) {
-    const float rate = decay_rate(heads, head);
+    collect_decays(window, heads, head, scratch.decays);
     for (int j = 0; j < window.count(); ++j) scratch.x[j] = window.x(j, head);
     find_outputs(window, head, out, scratch);
     for (int t = 0; t < T; ++t) {
-      scratch.scales[t] = weigh_records(window, t, head, rate, scratch);
+      scratch.scales[t] = weigh_records(window, t, head, scratch);
       weighted_sum(nullptr, scratch.x, scratch.weights, window.history + t + 1, P, scratch.outs[t]);
     }
     read_head(checkpoint_of(state, window.checkpoint_in, head), N, P, T, scratch.c, scratch.scales, scratch.outs);
@@ -201,7 +210,7 @@ void mamba2_decode_kernel(const Mamba2Decode& args, int64_t begin, int64_t end, 
       run_recurrence(window, args.heads, flushes ? window.history : 0, out, scratch);
     else
       read_direct(window, args.heads, out, scratch);
-    append_records(window);
+    append_records(window, args.heads, scratch);
   }
 }
 
@@ -216,7 +225,7 @@ void mamba2_materialise_kernel(const Mamba2Materialise& args, int64_t begin, int
     const Mamba2Window window = window_of(args.state, args.rows, kNoTokens, units, unit, 0, 0);
     if (window.slot == kPaddingSlot) continue;
     if (window.history > 0)
-      run_recurrence(window, args.heads, window.history, nullptr, scratch);
+      run_recurrence(window, Mamba2Heads(), window.history, nullptr, scratch);
     else if (window.checkpoint_in != window.checkpoint_out)
       std::memcpy(checkpoint_of(args.state, window.checkpoint_out, window.head_begin),
                   checkpoint_of(args.state, window.checkpoint_in, window.head_begin),
@@ -295,20 +304,22 @@ void mamba2_gates_cpu(const Mamba2Gates& args, Device& device) {
 }
 
 void mamba2_step(const Mamba2Step& args, Device& device, std::span<std::byte> workspace) {
-  check_call("mamba2_step", args.state, args.rows, args.heads, device, workspace);
+  check_call("mamba2_step", args.state, args.rows, device, workspace);
+  check_heads("mamba2_step", args.heads);
   check_tokens("mamba2_step", args.state.shape, args.tokens, args.out);
   mamba2_step_cpu(args, device, workspace);
 }
 
 void mamba2_decode(const Mamba2Decode& args, Device& device, std::span<std::byte> workspace) {
-  check_call("mamba2_decode", args.state, args.rows, args.heads, device, workspace);
+  check_call("mamba2_decode", args.state, args.rows, device, workspace);
+  check_heads("mamba2_decode", args.heads);
   check_tokens("mamba2_decode", args.state.shape, args.tokens, args.out);
   check_window("mamba2_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   mamba2_decode_cpu(args, device, workspace);
 }
 
 void mamba2_materialise(const Mamba2Materialise& args, Device& device, std::span<std::byte> workspace) {
-  check_call("mamba2_materialise", args.state, args.rows, args.heads, device, workspace);
+  check_call("mamba2_materialise", args.state, args.rows, device, workspace);
   mamba2_materialise_cpu(args, device, workspace);
 }
 

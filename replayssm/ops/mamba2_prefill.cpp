@@ -209,7 +209,8 @@ void mamba2_prefill(const Mamba2Prefill& args, Device& device, std::span<std::by
             "mamba2_prefill: expected token_begin not to decrease, got {} then {} at row {}", args.token_begin[b],
             args.token_begin[b + 1], b);
   // Folds the rings, and brings every row to the checkpoint that the kernel advances in place.
-  mamba2_materialise({args.state, args.rows, args.heads}, device, workspace);
+  check_heads("mamba2_prefill", args.heads);
+  mamba2_materialise({args.state, args.rows}, device, workspace);
   if (args.token_begin[args.rows.count] == 0) return;
   check_tokens("mamba2_prefill", args.state.shape, args.tokens, args.out);
   mamba2_prefill_cpu(args, device, workspace);

@@ -13,13 +13,16 @@ void check_shape(const Mamba2Shape& shape) {
           "mamba2: expected a state size of 16 to 256, a multiple of 16, got {}", shape.state_size);
 }
 
-void check_call(const char* op, const Mamba2State& state, const StateRows& rows, const Mamba2Heads& heads,
-                Device& device, std::span<std::byte> workspace) {
+void check_call(const char* op, const Mamba2State& state, const StateRows& rows, Device& device,
+                std::span<std::byte> workspace) {
   check_shape(state.shape);
   check_ring(op, state.window, state.capacity);
-  require(heads.a_log != nullptr, "{}: expected a_log, got a null pointer", op);
   check_workspace(op, workspace, mamba2_workspace_bytes(state.shape, state.capacity, device));
   check_rows(op, rows, state.slots, state.checkpoints, state.window);
+}
+
+void check_heads(const char* op, const Mamba2Heads& heads) {
+  require(heads.a_log != nullptr, "{}: expected a_log, got a null pointer", op);
 }
 
 void check_tokens(const char* op, const Mamba2Shape& shape, const Mamba2Tokens& tokens, const float* out) {

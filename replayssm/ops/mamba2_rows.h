@@ -46,6 +46,7 @@ struct Mamba2Window {
   }
   float* ring_x(int j, int head) const { return state->ring_x + record(j, head) * state->shape.head_size; }
   float* ring_dt(int j, int head) const { return state->ring_dt + record(j, head); }
+  float* ring_decay(int j, int head) const { return state->ring_decay + record(j, head); }
 
   // Of record j, wherever it lies.
   const float* b(int j) const {
@@ -109,8 +110,9 @@ inline void zero_outputs(const Mamba2Window& window, float* out) {
 }
 
 // Throw Error, with the op's name, for arguments outside the contract.
-void check_call(const char* op, const Mamba2State& state, const StateRows& rows, const Mamba2Heads& heads,
-                Device& device, std::span<std::byte> workspace);
+void check_call(const char* op, const Mamba2State& state, const StateRows& rows, Device& device,
+                std::span<std::byte> workspace);
+void check_heads(const char* op, const Mamba2Heads& heads);
 void check_tokens(const char* op, const Mamba2Shape& shape, const Mamba2Tokens& tokens, const float* out);
 
 // The prefill's share of mamba2_workspace_bytes, for one thread.
