@@ -189,8 +189,7 @@ def main():
     respelled = transformers.KimiLinearConfig(
         **SIZES, num_hidden_layers=4, layer_types=["full_attention"] + ["linear_attention"] * 3,
         mlp_layer_types=["sparse", "dense", "sparse", "dense"], linear_num_heads=5, linear_head_dim=16,
-        num_shared_experts=2, num_expert_group=1, topk_group=1, moe_renormalize=False, q_lora_rank=23,
-        tie_word_embeddings=True)
+        num_shared_experts=2, num_expert_group=1, topk_group=1, moe_renormalize=False, q_lora_rank=23)
     make("kimi_linear_respelled-tiny", respelled, None, is_published=False, is_bounded=False, seed=4)
     bounded = published_fields([1, 3], [2], heads=2, size=48, lower_bound=LOWER_BOUND,
                                first_k_dense_replace=3, num_shared_experts=1, num_expert_group=1, topk_group=1)
