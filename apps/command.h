@@ -15,7 +15,7 @@ inline constexpr int kRefusedStatus = 2;        // bad input: one line on standa
 inline constexpr int kInterruptedStatus = 130;  // Ctrl-C
 
 struct DemoFlags {
-  std::string model;
+  std::vector<std::string> models;
   int64_t new_tokens = 48;
   int window = 16;
   int threads = 0;
@@ -40,9 +40,19 @@ struct InfoFlags {
   int step_tokens = 1;
 };
 
+struct PplFlags {
+  std::string model;
+  std::string text;
+  std::optional<int64_t> context;
+  int window = 16;
+  int batch = 16;
+  int threads = 0;
+};
+
 // Each returns the exit status; what is refused is thrown as Error.
 int run_demo(const DemoFlags& flags);
 int run_generate(const GenerateFlags& flags);
 int run_info(const InfoFlags& flags);
+int run_ppl(const PplFlags& flags);
 
 }  // namespace replayssm

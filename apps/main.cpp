@@ -18,7 +18,7 @@ namespace {
 void add_demo(CLI::App& command, int& status) {
   auto flags = std::make_shared<DemoFlags>();
   CLI::App* demo = command.add_subcommand("demo", "Completes built-in prompts in the three ways and compares them");
-  demo->add_option("MODEL", flags->model, "Model directory")->required();
+  demo->add_option("MODEL", flags->models, "Model directories; several are shown in one table")->required();
   demo->add_option("-n,--new-tokens", flags->new_tokens, "Tokens to add to each prompt")->capture_default_str();
   demo->add_option("--window", flags->window, "Records kept unfolded by replay")->capture_default_str();
   demo->add_option("--threads", flags->threads, "Threads; 0: one per core")->capture_default_str();
@@ -69,6 +69,22 @@ void add_info(CLI::App& command, int& status) {
   info->callback([flags, &status] { status = run_info(*flags); });
 }
 
+void add_eval(CLI::App& command, int& status) {
+  auto flags = std::make_shared<PplFlags>();
+  CLI::App* eval = command.add_subcommand("eval", "Measures a model");
+  eval->require_subcommand(1);
+  CLI::App* ppl = eval->add_subcommand("ppl", "Bits per byte of a text, by prefill and with each decoder");
+  ppl->add_option("MODEL", flags->model, "Model directory in the Hugging Face layout")->required();
+  ppl->add_option("--text", flags->text, "The text; the model's end token parts its documents")->required();
+  ppl->add_option(
+      "--context", flags->context,
+      "Tokens read in one run; longer documents in runs that overlap by half (default 4096, or the context)");
+  ppl->add_option("--window", flags->window, "Records that replay keeps before it folds them")->capture_default_str();
+  ppl->add_option("--batch", flags->batch, "Documents decoded together")->capture_default_str();
+  ppl->add_option("--threads", flags->threads, "Threads; 0: one per core")->capture_default_str();
+  ppl->callback([flags, &status] { status = run_ppl(*flags); });
+}
+
 void add_bench(CLI::App& command) {
   auto options = std::make_shared<bench::OpsOptions>();
   CLI::App* bench = command.add_subcommand("bench", "Times the ops on this machine");
@@ -105,6 +121,7 @@ int run(int argc, char** argv) {
   add_demo(command, status);
   add_generate(command, status);
   add_info(command, status);
+  add_eval(command, status);
   add_bench(command);
   try {
     command.parse(argc, argv);
