@@ -20,6 +20,10 @@ struct BlockText {
   std::string sizes;
 };
 
+std::string_view name_of(Activation activation) {
+  return activation == Activation::kSwiGlu ? "SwiGLU" : "relu^2";
+}
+
 BlockText describe(const DeltaConfig& delta) {
   const DeltaShape& shape = delta.shape;
   return {'D', "delta rule",
@@ -40,7 +44,14 @@ BlockText describe(const LatentAttentionConfig& attention) {
 }
 
 BlockText describe(const FeedForwardConfig& feed_forward) {
-  return {'F', "feed-forward", fmt::format("SwiGLU of {}", feed_forward.size)};
+  return {'F', "feed-forward", fmt::format("{} of {}", name_of(feed_forward.activation), feed_forward.size)};
+}
+
+BlockText describe(const ExpertsConfig& experts) {
+  return {'E', "experts",
+          fmt::format("{} of {} experts, {} of {}{}", experts.top_k, experts.experts, name_of(experts.activation),
+                      experts.size,
+                      experts.shared_size > 0 ? fmt::format(", and a shared one of {}", experts.shared_size) : "")};
 }
 
 std::string line(std::string_view name, const std::string& value) {

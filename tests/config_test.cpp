@@ -100,10 +100,124 @@ TEST(Config, ReadsQwen3Next) {
   json config = next_config();
   config["num_nextn_predict_layers"] = 1;
   EXPECT_EQ(parse(config).mtp_layers, 1);
-  config["num_experts"] = 512;
-  expect_refusal([&] { parse(config); }, "num_experts: expected 0 (mixture of experts is not supported), got 512");
   config.erase("num_experts");
-  expect_refusal([&] { parse(config); }, "num_experts: expected 0", "got nothing");
+  expect_refusal([&] { parse(config); }, "num_experts: expected an integer", "got nothing");
+}
+
+json with_experts(json config) {
+  config["num_experts"] = 256;
+  config["num_experts_per_tok"] = 8;
+  config["moe_intermediate_size"] = 512;
+  config["shared_expert_intermediate_size"] = 768;
+  return config;
+}
+
+json moe_config() {
+  json config = with_experts(text_config());
+  config["model_type"] = "qwen3_5_moe_text";
+  config.erase("intermediate_size");
+  return config;
+}
+
+bool has_experts(const ModelConfig& config, int layer) {
+  return std::holds_alternative<ExpertsConfig>(config.blocks[2 * layer + 1].config);
+}
+
+TEST(Config, ReadsExperts) {
+  const json wrapped = {{"model_type", "qwen3_5_moe"}, {"text_config", moe_config()}};
+  for (const json& one : {moe_config(), wrapped}) {
+    const ModelConfig config = parse(one);
+    EXPECT_EQ(config.model_type, one["model_type"]);
+    EXPECT_EQ(config.count<ExpertsConfig>(), 8);
+    EXPECT_EQ(config.count<FeedForwardConfig>(), 0);
+    const ExpertsConfig& experts = *config.first<ExpertsConfig>();
+    EXPECT_EQ(experts.experts, 256);
+    EXPECT_EQ(experts.top_k, 8);
+    EXPECT_EQ(experts.size, 512);
+    EXPECT_EQ(experts.activation, Activation::kSwiGlu);
+    EXPECT_EQ(experts.latent_size, 0);
+    EXPECT_EQ(experts.shared_size, 768);
+    EXPECT_TRUE(experts.has_shared_gate);
+    EXPECT_EQ(experts.router.scores, RouterScores::kSoftmax);
+    EXPECT_FALSE(experts.router.has_correction);
+    EXPECT_EQ(experts.router.groups, 1);
+    EXPECT_TRUE(experts.router.is_normalised);
+    EXPECT_EQ(experts.router.scale, 1);
+  }
+  json other = wrapped;
+  other["text_config"]["model_type"] = "qwen3_5_text";
+  expect_refusal([&] { parse(other); }, "text_config.model_type: expected \"qwen3_5_moe_text\"");
+}
+
+TEST(Config, ReadsExpertsOfQwen3Next) {
+  json config = with_experts(next_config());
+  for (int layer = 0; layer < 8; ++layer) EXPECT_TRUE(has_experts(parse(config), layer));
+  EXPECT_TRUE(parse(config).first<ExpertsConfig>()->router.is_normalised);
+  config["norm_topk_prob"] = false;
+  EXPECT_FALSE(parse(config).first<ExpertsConfig>()->router.is_normalised);
+  config["decoder_sparse_step"] = 2;
+  config["mlp_only_layers"] = {3, 4};
+  for (int layer = 0; layer < 8; ++layer)
+    EXPECT_EQ(has_experts(parse(config), layer), layer == 1 || layer == 5 || layer == 7);
+  EXPECT_EQ(parse(config).first<FeedForwardConfig>()->size, 9216);
+  config.erase("intermediate_size");
+  expect_refusal([&] { parse(config); }, "intermediate_size: expected an integer", "got nothing");
+  config.erase("decoder_sparse_step");
+  config.erase("mlp_only_layers");
+  EXPECT_EQ(parse(config).count<ExpertsConfig>(), 8);
+}
+
+TEST(Config, RefusesWrongExperts) {
+  for (const char* field :
+       {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}) {
+    for (const json& value : {json(nullptr), json(0), json(-1), json(1.5), json(int64_t{1} << 40), json("8")}) {
+      json config = moe_config();
+      config[field] = value;
+      expect_refusal([&] { parse(config); }, fmt::format("config.json: {}: expected an integer in", field));
+    }
+  }
+  const struct {
+    const char* patch;
+    const char* line;
+  } cases[] = {
+      {R"({"num_experts_per_tok": 257})", "num_experts_per_tok: expected at most 256 (num_experts), got 257"},
+      {R"({"num_experts": 16385})", "num_experts: expected an integer in 1 .. 16384, got 16385"},
+      {R"({"norm_topk_prob": false})", "norm_topk_prob: expected true (nothing else is supported), got false"},
+      {R"({"decoder_sparse_step": 2})", "decoder_sparse_step: expected 1"},
+      {R"({"mlp_only_layers": [0]})", "mlp_only_layers: expected an array of 0"},
+      {R"({"hidden_act": "gelu"})", "hidden_act: expected \"silu\""},
+      {R"({"model_type": "qwen3_next", "mlp_only_layers": [8]})", "mlp_only_layers: expected layers of 0 .. 7, got 8"},
+      {R"({"model_type": "qwen3_next", "mlp_only_layers": [-1]})", "expected layers of 0 .. 7, got -1"},
+      {R"({"model_type": "qwen3_next", "mlp_only_layers": 1})", "mlp_only_layers: expected an array"},
+      {R"({"model_type": "qwen3_next", "decoder_sparse_step": 0})", "decoder_sparse_step: expected an integer in 1"},
+      {R"({"model_type": "qwen3_next", "norm_topk_prob": 1})", "norm_topk_prob: expected true or false"},
+  };
+  for (const auto& one : cases) {
+    json config = moe_config();
+    config.update(json::parse(one.patch));
+    expect_refusal([&] { parse(config); }, "config.json: ", one.line);
+  }
+}
+
+// The configs of published models: what is known of their shapes.
+TEST(Config, ReadsPublishedQwenShapes) {
+  const auto read = [](const char* name) {
+    return read_config(fmt::format("{}/tests/fixtures/configs/{}", REPLAYSSM_SOURCE_DIR, name));
+  };
+  const ModelConfig small = read("qwen3.5-4b"), dense = read("qwen3.6-27b"), large = read("qwen3.5-122b");
+  EXPECT_EQ(small.count<DeltaConfig>(), 24);
+  EXPECT_EQ(small.count<AttentionConfig>(), 8);
+  EXPECT_EQ(small.first<DeltaConfig>()->shape.heads, 32);
+  EXPECT_EQ(dense.count<DeltaConfig>(), 48);
+  EXPECT_EQ(dense.count<FeedForwardConfig>(), 64);
+  EXPECT_EQ(dense.first<DeltaConfig>()->shape.heads, 48);
+  EXPECT_EQ(large.layers, 48);
+  EXPECT_EQ(large.count<DeltaConfig>(), 36);
+  EXPECT_EQ(large.count<AttentionConfig>(), 12);
+  EXPECT_EQ(large.count<ExpertsConfig>(), 48);
+  EXPECT_EQ(large.first<DeltaConfig>()->shape.heads, 64);
+  EXPECT_EQ(large.first<ExpertsConfig>()->experts, 256);
+  EXPECT_EQ(large.first<ExpertsConfig>()->top_k, 8);
 }
 
 TEST(Config, ReadsOlderAndDefaultSpellings) {
@@ -182,8 +296,8 @@ TEST(Config, RefusesWhatIsNotSupported) {
     const char* patch;
     const char* line;
   } cases[] = {
-      {R"({"model_type": "llama"})", "model_type: expected qwen3_5, qwen3_5_text or qwen3_next, got \"llama\""},
-      {R"({"model_type": "qwen3_5_moe_text"})", "got \"qwen3_5_moe_text\""},
+      {R"({"model_type": "llama"})", "qwen3_5_moe_text or qwen3_next, got \"llama\""},
+      {R"({"model_type": "qwen3_5_moe_text"})", "num_experts: expected an integer in 1 .. 16384, got nothing"},
       {R"({"hidden_act": "gelu"})", "hidden_act: expected \"silu\" (nothing else is supported), got \"gelu\""},
       {R"({"attention_bias": true})", "attention_bias: expected false"},
       {R"({"attn_output_gate": false})", "attn_output_gate: expected true"},

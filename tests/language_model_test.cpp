@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <limits>
+#include <map>
 
 #include "replayssm/core/error.h"
 #include "tests/allocation.h"
@@ -17,11 +18,14 @@ namespace {
 using namespace replayssm::test;
 
 constexpr int kPrompt = 70;
-const char* const kModels[] = {"qwen3_5-tiny", "qwen3_next-tiny"};
+const char* const kModels[] = {"qwen3_5-tiny", "qwen3_next-tiny", "qwen3_5_moe-tiny", "qwen3_next_moe-tiny"};
+constexpr const char* kExperts = "qwen3_5_moe-tiny";
 
 const ModelFixture& fixture(const std::string& name) {
-  static const ModelFixture qwen3_5(fixture_directory(kModels[0])), qwen3_next(fixture_directory(kModels[1]));
-  return name == kModels[0] ? qwen3_5 : qwen3_next;
+  static std::map<std::string, std::unique_ptr<ModelFixture>> fixtures;
+  std::unique_ptr<ModelFixture>& one = fixtures[name];
+  if (one == nullptr) one = std::make_unique<ModelFixture>(fixture_directory(name));
+  return *one;
 }
 
 TEST(LanguageModel, PrefillHasTheLogitsOfTransformers) {
@@ -96,11 +100,10 @@ TEST(LanguageModel, CorruptedStateIsSeen) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
     const int delta = 0;
-    int attention = 0;  // its first layer in the pool
-    for (const Block& block : fixture(name).config.blocks) {
-      if (std::holds_alternative<AttentionConfig>(block.config)) break;
-      attention += !std::holds_alternative<FeedForwardConfig>(block.config);
-    }
+    const std::vector<StateLayer> layers = state_layout(fixture(name).config, "", 1, 1, 16).layers;
+    const int attention = static_cast<int>(
+        std::ranges::find_if(layers, [](const auto& l) { return std::holds_alternative<AttentionLayer>(l); }) -
+        layers.begin());
     const std::function<void(ModelRig&, Handle)> faults[] = {
         [&](ModelRig& rig, Handle row) {
           DeltaState state = rig.pool.delta_state(delta);
@@ -294,10 +297,10 @@ TEST(LanguageModel, AnySplitOfAPromptGivesTheSameLogits) {
 }
 
 // A NaN in one sequence's state ends in that sequence's logits alone.
-TEST(LanguageModel, ABadNumberStaysInItsRow) {
-  const ExpectedLogits expected(kModels[0]);
+void expect_bad_number_in_its_row(const std::string& name) {
+  const ExpectedLogits expected(name);
   for (Decoder decoder : {Decoder::kConventional, Decoder::kDirect, Decoder::kExact}) {
-    ModelRig good(fixture(kModels[0]), {.threads = 2}), bad(fixture(kModels[0]), {.threads = 2});
+    ModelRig good(fixture(name), {.threads = 2}), bad(fixture(name), {.threads = 2});
     std::vector<Handle> rows[2];
     ModelRig* rigs[] = {&good, &bad};
     for (int i = 0; i < 2; ++i) {
@@ -320,9 +323,13 @@ TEST(LanguageModel, ABadNumberStaysInItsRow) {
   }
 }
 
+TEST(LanguageModel, ABadNumberStaysInItsRow) {
+  for (const char* name : {kModels[0], kExperts}) expect_bad_number_in_its_row(name);
+}
+
 // A step asks for no memory: neither the plan, nor the forward pass, nor the commit, in any of the decoders.
-TEST(LanguageModel, StepsAllocateNothing) {
-  ModelRig rig(fixture(kModels[0]), {.threads = 2, .window = 4, .max_tokens = 32});
+void expect_steps_without_allocations(const std::string& name) {
+  ModelRig rig(fixture(name), {.threads = 2, .window = 4, .max_tokens = 32});
   const std::vector<Handle> rows = {rig.pool.allocate(200), rig.pool.allocate(200)};
   const std::vector<int> prompt = {20, 7}, one = {1, 1};
   const std::vector<int32_t> token(27, 3), wanted = {0, 1};
@@ -342,6 +349,10 @@ TEST(LanguageModel, StepsAllocateNothing) {
     run(StepKind::kConventional, one, Readout::kExact);
   }
   EXPECT_EQ(limit.used_bytes(), 0u);
+}
+
+TEST(LanguageModel, StepsAllocateNothing) {
+  for (const char* name : {kModels[0], kExperts}) expect_steps_without_allocations(name);
 }
 
 TEST(LanguageModel, RefusesWrongSteps) {

@@ -87,6 +87,12 @@ const char* const kConfig = R"({"model_type":"qwen3_5","tie_word_embeddings":tru
   "rope_parameters":{"rope_type":"default","rope_theta":10000000,"partial_rotary_factor":0.25,
   "mrope_section":[11,11,10],"mrope_interleaved":true}}})";
 
+const char* const kExpertsConfig = R"({"model_type":"qwen3_next","tie_word_embeddings":true,"vocab_size":6144,
+  "hidden_size":256,"intermediate_size":640,"num_hidden_layers":4,"num_attention_heads":4,"num_key_value_heads":2,
+  "max_position_embeddings":2048,"linear_key_head_dim":64,"linear_value_head_dim":64,"linear_num_key_heads":2,
+  "linear_num_value_heads":4,"num_experts":16,"num_experts_per_tok":4,"moe_intermediate_size":128,
+  "shared_expert_intermediate_size":64,"norm_topk_prob":true,"decoder_sparse_step":1,"mlp_only_layers":[0,2]})";
+
 void check_config(const std::string& text) {
   const ModelConfig config = parse_config(text, "", "");
   const json outer = json::parse(text);
@@ -94,7 +100,13 @@ void check_config(const std::string& text) {
   EXPECT_EQ(fields.at("hidden_size"), config.hidden_size);
   EXPECT_EQ(fields.at("vocab_size"), config.vocabulary);
   EXPECT_EQ(fields.at("num_hidden_layers"), config.layers);
-  EXPECT_EQ(fields.at("intermediate_size"), config.first<FeedForwardConfig>()->size);
+  if (const auto* feed_forward = config.first<FeedForwardConfig>()) {
+    EXPECT_EQ(fields.at("intermediate_size"), feed_forward->size);
+  }
+  if (const auto* experts = config.first<ExpertsConfig>()) {
+    EXPECT_EQ(fields.at("num_experts"), experts->experts);
+    EXPECT_TRUE(experts->top_k >= 1 && experts->top_k <= experts->experts);
+  }
   EXPECT_EQ(fields.at("max_position_embeddings"), config.context_tokens);
   EXPECT_GT(config.hidden_size, 0);
   if (const auto* delta = config.first<DeltaConfig>()) {  // a mutated pattern may have one kind alone
@@ -114,17 +126,19 @@ void check_config(const std::string& text) {
 }
 
 TEST(Mutation, Config) {
-  check_config(kConfig);
-  const auto counts = survive_mutations(
-      kConfig, kMutations, 2'000'000,
-      [](Mutator& mutator, const std::string& text) {
-        return mutator.below(4) == 0 ? mutator.bytes(text) : mutator.json(text);
-      },
-      check_config);
-  RecordProperty("refused", counts.refused);
-  RecordProperty("accepted", counts.accepted);
-  EXPECT_GT(counts.refused, kMutations / 2);
-  EXPECT_GT(counts.accepted, 100);
+  for (const char* source : {kConfig, kExpertsConfig}) {
+    check_config(source);
+    const auto counts = survive_mutations(
+        source, kMutations, 2'000'000,
+        [](Mutator& mutator, const std::string& text) {
+          return mutator.below(4) == 0 ? mutator.bytes(text) : mutator.json(text);
+        },
+        check_config);
+    RecordProperty("refused", counts.refused);
+    RecordProperty("accepted", counts.accepted);
+    EXPECT_GT(counts.refused, kMutations / 2);
+    EXPECT_GT(counts.accepted, 100);
+  }
 }
 
 // A mutation may well turn on what breaks the round trip; the rest must keep it.

@@ -62,7 +62,7 @@ std::vector<float> logits_of(const std::string& directory) {
 }
 
 TEST(QwenWeights, WrappingMtpAndImagesChangeNothing) {
-  for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny"}) {
+  for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny", "qwen3_5_moe-tiny"}) {
     Model model(name);
     std::map<std::string, Tensor> renamed;
     for (auto& [key, tensor] : model.tensors) {
@@ -75,9 +75,10 @@ TEST(QwenWeights, WrappingMtpAndImagesChangeNothing) {
     model.add("model.visual.patch_embed.proj.weight", Dtype::kBF16, {3, 5});
     model.add("mtp.fc.weight", Dtype::kBF16, {56, 112});
     model.add("mtp.layers.0.self_attn.q_proj.weight", Dtype::kI64, {1});
-    if (std::string(name) == "qwen3_5-tiny") {
+    if (std::string(name) != "qwen3_next-tiny") {
       json text = model.config;
-      model.config = {{"model_type", "qwen3_5"},
+      const std::string type = text["model_type"];
+      model.config = {{"model_type", type.substr(0, type.rfind("_text"))},
                       {"text_config", text},
                       {"vision_config", {{"depth", 2}}},
                       {"tie_word_embeddings", text["tie_word_embeddings"]}};
@@ -100,6 +101,49 @@ TEST(QwenWeights, ShardsGiveTheSameBits) {
   model.write_file(directory, "model-00002-of-00002.safetensors", std::not_fn(is_first));
   directory.write("model.safetensors.index.json", json{{"metadata", json::object()}, {"weight_map", map}}.dump());
   EXPECT_TRUE(same_bits(logits_of(directory.path()), logits_of(fixture_directory("qwen3_next-tiny"))));
+}
+
+// All experts in one tensor a projection, as Qwen3.5 has them, or each in its own, as Qwen3-Next.
+TEST(QwenWeights, FusedAndSeparateExpertsGiveTheSameBits) {
+  Model model("qwen3_5_moe-tiny");
+  const std::map<std::string, Tensor> fused = model.tensors;
+  int separated = 0;
+  for (const auto& [name, tensor] : fused) {
+    if (!name.ends_with("experts.gate_up_proj") && !name.ends_with("experts.down_proj")) continue;
+    const bool is_up = name.ends_with("gate_up_proj");
+    const std::string prefix = name.substr(0, name.rfind('.') + 1);
+    const int64_t experts = tensor.shape[0], rows = tensor.shape[1] / (is_up ? 2 : 1), inputs = tensor.shape[2];
+    const size_t bytes = static_cast<size_t>(rows * inputs) * sizeof(Bf16);
+    size_t at = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      for (const char* part : is_up ? std::vector{"gate_proj", "up_proj"} : std::vector{"down_proj"}) {
+        model.add(fmt::format("{}{}.{}.weight", prefix, e, part), Dtype::kBF16, {rows, inputs}).bytes =
+            tensor.bytes.subspan(at, bytes);
+        at += bytes;
+        ++separated;
+      }
+    }
+    EXPECT_EQ(at, tensor.bytes.size());
+    model.tensors.erase(name);
+  }
+  EXPECT_EQ(separated, 4 * 9 * 3);
+  const TemporaryDirectory directory;
+  model.write(directory);
+  const ModelFixture original(fixture_directory("qwen3_5_moe-tiny"));
+  EXPECT_EQ(ModelFixture(directory.path()).weights.fingerprint, original.weights.fingerprint);
+  EXPECT_TRUE(same_bits(logits_of(directory.path()), logits_of(fixture_directory("qwen3_5_moe-tiny"))));
+}
+
+// What no tensor's shape shows counts, too.
+TEST(QwenWeights, TheFingerprintSeesTheRouter) {
+  const ModelFixture original(fixture_directory("qwen3_next_moe-tiny"));
+  for (const json& patch : {json{{"num_experts_per_tok", 2}}, json{{"norm_topk_prob", true}}}) {
+    Model model("qwen3_next_moe-tiny");
+    model.config.update(patch);
+    const TemporaryDirectory directory;
+    model.write(directory);
+    EXPECT_NE(ModelFixture(directory.path()).weights.fingerprint, original.weights.fingerprint) << patch;
+  }
 }
 
 // Widened weights are the same numbers, in a whole model and where a matrix mixes dtypes.
@@ -146,7 +190,7 @@ TEST(QwenWeights, RefusalsNameTheTensor) {
     expect_refusal([&] { ModelFixture fixture(directory.path()); }, parts...);
   };
   // Every tensor, missing or of one row more.
-  for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny"}) {
+  for (const char* name : {"qwen3_5-tiny", "qwen3_next-tiny", "qwen3_5_moe-tiny", "qwen3_next_moe-tiny"}) {
     const Model source(name);
     for (const auto& [key, tensor] : source.tensors) {
       const std::string missing = key;

@@ -16,8 +16,8 @@ namespace {
 ModelConfig parse_family(const JsonObject& document) {
   const std::string type = document.string("model_type");
   if (is_qwen(type)) return parse_qwen_config(document);
-  fail("{}: expected qwen3_5, qwen3_5_text or qwen3_next, got {}", document.name_of("model_type"),
-       describe(nlohmann::json(type)));
+  fail("{}: expected qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text or qwen3_next, got {}",
+       document.name_of("model_type"), describe(nlohmann::json(type)));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "replayssm/ops/delta.h"
+#include "replayssm/ops/experts.h"
 
 namespace replayssm {
 
@@ -55,6 +56,7 @@ struct LatentAttentionConfig {
 
 enum class Activation {
   kSwiGlu,  // W_down (silu(W_gate x) * W_up x)
+  kRelu2,   // W_down relu(W_up x)^2
 };
 
 struct FeedForwardConfig {
@@ -62,7 +64,19 @@ struct FeedForwardConfig {
   Activation activation = Activation::kSwiGlu;
 };
 
-using BlockConfig = std::variant<DeltaConfig, AttentionConfig, LatentAttentionConfig, FeedForwardConfig>;
+// A mixture of experts: the top_k feed-forwards that a token chooses, weighted, beside one that all tokens share.
+struct ExpertsConfig {
+  int experts = 0;
+  int top_k = 0;
+  RouterConfig router{};  // one that check_router accepts
+  int size = 0;           // of each expert
+  Activation activation = Activation::kSwiGlu;
+  int latent_size = 0;           // the chosen experts work on a projection to this size; 0: on the block's input
+  int shared_size = 0;           // of the shared expert; 0: there is none
+  bool has_shared_gate = false;  // the shared expert's output times a sigmoid, one a token
+};
+
+using BlockConfig = std::variant<DeltaConfig, AttentionConfig, LatentAttentionConfig, FeedForwardConfig, ExpertsConfig>;
 
 struct Block {
   int layer = 0;  // the model's own count, from 0
@@ -104,9 +118,9 @@ struct ModelConfig {
 // are those of the model's family: replayssm/model/qwen.h. End tokens are those of both files.
 //
 // Throws Error naming the field, the expected and the given, if a field is missing, ill-typed or past its limit
-// (vocabulary 2^22, hidden_size 2^16, intermediate sizes 2^20, layers 1024, heads 1024, head sizes 1024, heads times
-// size 2^18, context 2^24, state of a sequence 2^33 numbers), or asks for what is not supported: another model_type,
-// quantization_config, another activation, RoPE scaling.
+// (vocabulary 2^22, hidden_size 2^16, intermediate sizes 2^20, experts 2^14, layers 1024, heads 1024, head sizes 1024,
+// heads times size 2^18, context 2^24, state of a sequence 2^33 numbers), or asks for what is not supported: another
+// model_type, quantization_config, another activation, RoPE scaling.
 ModelConfig parse_config(std::string_view config, std::string_view generation_config, std::string_view source);
 
 // parse_config of a model directory's config.json and, if it is there, generation_config.json.

@@ -13,6 +13,7 @@ namespace replayssm {
 inline constexpr int64_t kMaxVocabulary = int64_t{1} << 22;
 inline constexpr int64_t kMaxHiddenSize = int64_t{1} << 16;
 inline constexpr int64_t kMaxIntermediateSize = int64_t{1} << 20;
+inline constexpr int64_t kMaxExperts = int64_t{1} << 14;
 inline constexpr int64_t kMaxLayers = 1024;
 inline constexpr int64_t kMaxHeads = 1024;
 inline constexpr int64_t kMaxHeadSize = 1024;

@@ -3,25 +3,45 @@
 #include "replayssm/ops/activation.h"
 
 namespace replayssm {
+namespace {
+
+// The leading down.inputs floats of each row of `inner` <- activation(row).
+void activate(Activation activation, int64_t rows, int64_t width, float* inner, Device& device) {
+  if (activation == Activation::kSwiGlu)
+    silu_product({.tokens = rows,
+                  .size = width / 2,
+                  .gate = inner,
+                  .up = inner + width / 2,
+                  .gate_stride = width,
+                  .up_stride = width,
+                  .y = inner,
+                  .y_stride = width},
+                 device);
+  else
+    relu2({.tokens = rows, .size = width, .x = inner, .x_stride = width, .y = inner, .y_stride = width}, device);
+}
+
+}  // namespace
+
+int64_t inner_width(Activation activation, int64_t size) {
+  return activation == Activation::kSwiGlu ? 2 * size : size;
+}
+
+void feed_forward(const Forward& forward, Activation activation, const FeedForwardWeights& weights, int64_t rows,
+                  const float* x, float* inner, float* y, bool is_added) {
+  const int64_t width = weights.up.outputs;
+  project(forward, weights.up, rows, x, weights.up.inputs, inner, false);
+  activate(activation, rows, width, inner, forward.device);
+  project(forward, weights.down, rows, inner, width, y, is_added);
+}
 
 BlockWidths block_widths(const FeedForwardConfig& config, const StateLayout&, int, Device&) {
-  return {.projection = 2 * int64_t{config.size}};
+  return {.projection = inner_width(config.activation, config.size)};
 }
 
 void run_feed_forward(const Forward& forward, const FeedForwardConfig& config, const FeedForwardWeights& weights) {
-  const int64_t size = config.size, width = weights.up.outputs;
-  float* gate = forward.arrays.projection.data();
-  project(forward, weights.up, forward.arrays.normal.data(), forward.config.hidden_size, gate, false);
-  silu_product({.tokens = forward.tokens,
-                .size = size,
-                .gate = gate,
-                .up = gate + size,
-                .gate_stride = width,
-                .up_stride = width,
-                .y = gate,
-                .y_stride = width},
-               forward.device);
-  project(forward, weights.down, gate, width, forward.arrays.hidden.data(), true);
+  feed_forward(forward, config.activation, weights, forward.tokens, forward.arrays.normal.data(),
+               forward.arrays.projection.data(), forward.arrays.hidden.data(), true);
 }
 
 }  // namespace replayssm

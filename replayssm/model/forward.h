@@ -38,14 +38,15 @@ struct BlockWidths {
   void widen(const BlockWidths& other);
 };
 
-// All memory of a step besides states and logits, taken once. [max_tokens, the widest block's] each.
+// All memory of a step besides states and logits, taken once. [max_tokens, the widest block's] each, and at least the
+// hidden size in projection, convolved and mixed.
 struct Activations {
   Buffer<float> hidden;         // the residual stream
   Buffer<float> normal;         // its norm, a block's input
   Buffer<float> projection;     // of the input projection
-  Buffer<float> convolved;      // of the short convolution
-  Buffer<float> gate, beta;     // of the recurrence
-  Buffer<float> mixed;          // of a mixer, before its output projection
+  Buffer<float> convolved;      // of the short convolution; of experts, one expert's tokens
+  Buffer<float> gate, beta;     // of the recurrence; of experts, the shared expert's gate
+  Buffer<float> mixed;          // of a mixer, before its output projection; of experts, their sum
   Buffer<float> cosine, sine;   // [max_tokens, rotary_size / 2]
   Buffer<std::byte> workspace;  // of the ops
 };
@@ -61,8 +62,18 @@ struct Forward {
   std::span<std::byte> workspace() const { return {arrays.workspace.data(), arrays.workspace.size()}; }
 };
 
-// y = matrix x, or y += matrix x; y's rows are contiguous.
+// y = matrix x, or y += matrix x, of all tokens or of `rows` rows; y's rows are contiguous.
 void project(const Forward& forward, const Matrix& matrix, const float* x, int64_t x_stride, float* y, bool is_added);
+void project(const Forward& forward, const Matrix& matrix, int64_t rows, const float* x, int64_t x_stride, float* y,
+             bool is_added);
+
+// Floats a row of a feed-forward's W_up x.
+int64_t inner_width(Activation activation, int64_t size);
+
+// y = W_down activation(W_up x), or y += that, of `rows` rows. The rows of x and y are contiguous and y may be x;
+// `inner` is scratch of `rows` rows of the inner width.
+void feed_forward(const Forward& forward, Activation activation, const FeedForwardWeights& weights, int64_t rows,
+                  const float* x, float* inner, float* y, bool is_added);
 
 // Each adds its block's output for `arrays.normal` to `arrays.hidden`. `state` is the block's layer in the pool.
 void run_delta(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights, int state);
@@ -70,6 +81,7 @@ void run_attention(const Forward& forward, const AttentionConfig& config, const 
 void run_latent_attention(const Forward& forward, const LatentAttentionConfig& config,
                           const LatentAttentionWeights& weights, int state);
 void run_feed_forward(const Forward& forward, const FeedForwardConfig& config, const FeedForwardWeights& weights);
+void run_experts(const Forward& forward, const ExpertsConfig& config, const ExpertsWeights& weights);
 
 // What each needs for pools of this layout and steps of up to max_tokens tokens.
 BlockWidths block_widths(const DeltaConfig& config, const StateLayout& layout, int max_tokens, Device& device);
@@ -77,5 +89,6 @@ BlockWidths block_widths(const AttentionConfig& config, const StateLayout& layou
 BlockWidths block_widths(const LatentAttentionConfig& config, const StateLayout& layout, int max_tokens,
                          Device& device);
 BlockWidths block_widths(const FeedForwardConfig& config, const StateLayout& layout, int max_tokens, Device& device);
+BlockWidths block_widths(const ExpertsConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 
 }  // namespace replayssm

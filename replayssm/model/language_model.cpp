@@ -25,6 +25,7 @@ struct StateOf {
     layers.push_back(AttentionLayer{1, attention.key_size(), attention.latent_size});
   }
   void operator()(const FeedForwardConfig&) const {}
+  void operator()(const ExpertsConfig&) const {}
 };
 
 }  // namespace
@@ -55,7 +56,8 @@ LanguageModel::LanguageModel(const ModelConfig& config, const Weights& weights, 
                              int max_tokens, Device& device)
     : config_(config), weights_(weights), layout_(layout), max_tokens_(max_tokens), device_(device) {
   require(max_tokens > 0, "max_tokens: expected 1 or more, got {}", max_tokens);
-  BlockWidths widths{.projection = config.hidden_size};  // the logits' wanted rows lie there too
+  // The logits' wanted rows lie in projection, too, and experts have rows of the hidden size.
+  BlockWidths widths{.projection = config.hidden_size, .convolved = config.hidden_size, .mixed = config.hidden_size};
   std::vector<StateLayer> layers;
   for (const Block& block : config.blocks) {
     const size_t before = layers.size();
@@ -149,6 +151,8 @@ void LanguageModel::run_block(const Forward& forward, size_t index) {
     run_attention(forward, *attention, std::get<AttentionWeights>(weights), state_[index]);
   else if (const auto* latent = std::get_if<LatentAttentionConfig>(&config))
     run_latent_attention(forward, *latent, std::get<LatentAttentionWeights>(weights), state_[index]);
+  else if (const auto* experts = std::get_if<ExpertsConfig>(&config))
+    run_experts(forward, *experts, std::get<ExpertsWeights>(weights));
   else
     run_feed_forward(forward, std::get<FeedForwardConfig>(config), std::get<FeedForwardWeights>(weights));
 }
@@ -169,7 +173,12 @@ void LanguageModel::normalize(const Forward& forward, const float* weight) {
 }
 
 void project(const Forward& forward, const Matrix& matrix, const float* x, int64_t x_stride, float* y, bool is_added) {
-  linear({.tokens = forward.tokens,
+  project(forward, matrix, forward.tokens, x, x_stride, y, is_added);
+}
+
+void project(const Forward& forward, const Matrix& matrix, int64_t rows, const float* x, int64_t x_stride, float* y,
+             bool is_added) {
+  linear({.tokens = rows,
           .inputs = matrix.inputs,
           .outputs = matrix.outputs,
           .weight = matrix.bf16.data(),

@@ -18,12 +18,55 @@ void refuse_unsupported(const JsonObject& fields) {
   require_value(fields, "mtp_use_dedicated_embeddings", false);
 }
 
-// Qwen3-Next's configuration has experts unless it says otherwise; Qwen3.5's dense one never has.
-void refuse_experts(const JsonObject& fields, bool is_next) {
-  if (!is_next && !fields.has("num_experts")) return;
-  const json& experts = fields.at("num_experts", "0 (mixture of experts is not supported)");
-  require(experts == 0, "{}: expected 0 (mixture of experts is not supported), got {}", fields.name_of("num_experts"),
-          describe(experts));
+ExpertsConfig parse_experts(const JsonObject& fields) {
+  ExpertsConfig experts;
+  experts.experts = small_integer(fields, "num_experts", 1, kMaxExperts);
+  experts.top_k = small_integer(fields, "num_experts_per_tok", 1, kMaxExperts);
+  require(experts.top_k <= experts.experts, "{}: expected at most {} (num_experts), got {}",
+          fields.name_of("num_experts_per_tok"), experts.experts, experts.top_k);
+  experts.router.is_normalised = fields.boolean("norm_topk_prob", true);
+  experts.size = small_integer(fields, "moe_intermediate_size", 1, kMaxIntermediateSize);
+  experts.shared_size = small_integer(fields, "shared_expert_intermediate_size", 1, kMaxIntermediateSize);
+  experts.has_shared_gate = true;
+  return experts;
+}
+
+// Whether each layer has experts. All of a Qwen3.5 mixture's have, and of its dense models' none.
+std::vector<bool> parse_expert_layers(const JsonObject& fields, std::string_view type, int layers) {
+  if (type != "qwen3_next") {
+    const bool has_experts = type == "qwen3_5_moe" || type == "qwen3_5_moe_text";
+    if (has_experts) {
+      require_value(fields, "decoder_sparse_step", 1);
+      require_value(fields, "mlp_only_layers", json::array());
+      require_value(fields, "norm_topk_prob", true);
+    } else {
+      require_value(fields, "num_experts", 0);
+    }
+    return std::vector<bool>(static_cast<size_t>(layers), has_experts);
+  }
+  std::vector<bool> has_experts(static_cast<size_t>(layers), false);
+  if (fields.integer("num_experts", 0, kMaxExperts) == 0) return has_experts;
+  const int64_t step = fields.integer("decoder_sparse_step", 1, kMaxLayers, 1);
+  for (int layer = 0; layer < layers; ++layer) has_experts[layer] = (layer + 1) % step == 0;
+  if (!fields.has("mlp_only_layers")) return has_experts;
+  for (const json& layer : fields.array("mlp_only_layers")) {
+    require(layer.is_number_unsigned() && layer.get<uint64_t>() < static_cast<uint64_t>(layers),
+            "{}: expected layers of 0 .. {}, got {}", fields.name_of("mlp_only_layers"), layers - 1, describe(layer));
+    has_experts[layer.get<size_t>()] = false;
+  }
+  return has_experts;
+}
+
+// The feed-forward or the experts of each layer. A dense layer's size need not be there if there is no such layer.
+std::vector<BlockConfig> parse_feed_forwards(const JsonObject& fields, std::string_view type, int layers) {
+  std::vector<BlockConfig> blocks;
+  for (const bool has_experts : parse_expert_layers(fields, type, layers)) {
+    if (has_experts)
+      blocks.push_back(parse_experts(fields));
+    else
+      blocks.push_back(FeedForwardConfig{small_integer(fields, "intermediate_size", 1, kMaxIntermediateSize)});
+  }
+  return blocks;
 }
 
 // Whether each layer is one of attention.
@@ -105,28 +148,28 @@ int parse_mtp_layers(const JsonObject& fields) {
 }  // namespace
 
 bool is_qwen(std::string_view model_type) {
-  return model_type == "qwen3_5" || model_type == "qwen3_5_text" || model_type == "qwen3_next";
+  return model_type == "qwen3_5" || model_type == "qwen3_5_text" || model_type == "qwen3_5_moe" ||
+         model_type == "qwen3_5_moe_text" || model_type == "qwen3_next";
 }
 
 ModelConfig parse_qwen_config(const JsonObject& outer) {
   const std::string type = outer.string("model_type");
-  const bool is_wrapped = type == "qwen3_5";
+  const bool is_wrapped = type == "qwen3_5" || type == "qwen3_5_moe";
   const JsonObject fields = is_wrapped ? outer.object("text_config") : outer;
   if (is_wrapped) {
-    require_value(fields, "model_type", "qwen3_5_text");
+    require_value(fields, "model_type", type + "_text");
     refuse_unsupported(outer);
   }
   refuse_unsupported(fields);
-  refuse_experts(fields, type == "qwen3_next");
   ModelConfig model = parse_common(outer, fields);
-  const FeedForwardConfig feed_forward{small_integer(fields, "intermediate_size", 1, kMaxIntermediateSize)};
   const std::vector<bool> layers = parse_attention_layers(fields);
   const AttentionConfig attention = parse_attention(fields);
   model.layers = static_cast<int>(layers.size());
   const DeltaConfig delta = parse_delta(fields, model.layers);
+  const std::vector<BlockConfig> feed_forwards = parse_feed_forwards(fields, type, model.layers);
   for (int layer = 0; layer < model.layers; ++layer) {
     model.blocks.push_back({layer, layers[layer] ? BlockConfig(attention) : BlockConfig(delta)});
-    model.blocks.push_back({layer, feed_forward});
+    model.blocks.push_back({layer, feed_forwards[layer]});
   }
   model.norm_epsilon = fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6);
   model.has_zero_centred_norms = true;

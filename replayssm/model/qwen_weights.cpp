@@ -28,6 +28,8 @@ class QwenLoader {
     const AttentionConfig* attention = config_.first<AttentionConfig>();
     loader_.count_numbers({config_.norm_epsilon, attention != nullptr ? attention->rope_theta : 0.0,
                            attention != nullptr ? static_cast<double>(attention->rotary_size) : 0.0});
+    if (const auto* experts = config_.first<ExpertsConfig>())
+      loader_.count_numbers({static_cast<double>(experts->top_k), experts->router.is_normalised ? 1.0 : 0.0});
     weights.fingerprint = loader_.fingerprint();
     weights.bytes = loader_.bytes();
     return weights;
@@ -37,7 +39,10 @@ class QwenLoader {
   Weights::Block load_block(const Block& block) {
     const std::string name = fmt::format("{}layers.{}.", prefix_, block.layer);
     if (const auto* feed_forward = std::get_if<FeedForwardConfig>(&block.config))
-      return {norm(name + "post_attention_layernorm.weight"), load(*feed_forward, name + "mlp.")};
+      return {norm(name + "post_attention_layernorm.weight"),
+              loader_.feed_forward(name + "mlp.", feed_forward->activation, feed_forward->size, config_.hidden_size)};
+    if (const auto* experts = std::get_if<ExpertsConfig>(&block.config))
+      return {norm(name + "post_attention_layernorm.weight"), load(*experts, name + "mlp.")};
     Buffer<float> input_norm = norm(name + "input_layernorm.weight");
     if (const auto* delta = std::get_if<DeltaConfig>(&block.config))
       return {std::move(input_norm), load(*delta, name + "linear_attn.")};
@@ -104,11 +109,14 @@ class QwenLoader {
     return weights;
   }
 
-  FeedForwardWeights load(const FeedForwardConfig& sizes, const std::string& name) {
+  ExpertsWeights load(const ExpertsConfig& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size;
-    return {loader_.matrix({loader_.all_rows(name + "gate_proj.weight", sizes.size, hidden),
-                            loader_.all_rows(name + "up_proj.weight", sizes.size, hidden)}),
-            loader_.matrix({loader_.all_rows(name + "down_proj.weight", hidden, sizes.size)})};
+    ExpertsWeights weights;
+    weights.router = loader_.matrix({loader_.all_rows(name + "gate.weight", sizes.experts, hidden)});
+    weights.experts = loader_.experts(name + "experts.", sizes, hidden);
+    weights.shared = loader_.feed_forward(name + "shared_expert.", sizes.activation, sizes.shared_size, hidden);
+    weights.shared_gate = loader_.matrix({loader_.all_rows(name + "shared_expert_gate.weight", 1, hidden)});
+    return weights;
   }
 
   WeightLoader loader_;

@@ -54,7 +54,7 @@ Buffer<float> WeightLoader::convolution(const std::string& name, int64_t channel
 
 Matrix WeightLoader::matrix(const std::vector<RowRange>& ranges) {
   Matrix matrix;
-  matrix.inputs = ranges[0].tensor->shape[1];
+  matrix.inputs = ranges[0].tensor->shape.back();
   bool is_bf16 = true;
   for (const RowRange& range : ranges) {
     matrix.outputs += range.count;
@@ -83,6 +83,32 @@ Matrix WeightLoader::matrix(const std::vector<RowRange>& ranges) {
   add_to_hash(std::as_bytes(std::span(matrix.f32.data(), matrix.f32.size())));
   bytes_ += matrix.bytes();
   return matrix;
+}
+
+FeedForwardWeights WeightLoader::feed_forward(const std::string& name, Activation activation, int64_t size,
+                                              int64_t width) {
+  std::vector<RowRange> up;
+  if (activation == Activation::kSwiGlu) up.push_back(all_rows(name + "gate_proj.weight", size, width));
+  up.push_back(all_rows(name + "up_proj.weight", size, width));
+  return {matrix(up), matrix({all_rows(name + "down_proj.weight", width, size)})};
+}
+
+std::vector<FeedForwardWeights> WeightLoader::experts(const std::string& name, const ExpertsConfig& config,
+                                                      int64_t width) {
+  std::vector<FeedForwardWeights> experts;
+  const bool is_gated = config.activation == Activation::kSwiGlu;
+  const std::string up_name = name + (is_gated ? "gate_up_proj" : "up_proj"), down_name = name + "down_proj";
+  if (checkpoint_.find(up_name) == nullptr && checkpoint_.find(down_name) == nullptr) {
+    for (int e = 0; e < config.experts; ++e)
+      experts.push_back(feed_forward(fmt::format("{}{}.", name, e), config.activation, config.size, width));
+    return experts;
+  }
+  const int64_t rows = is_gated ? 2 * int64_t{config.size} : config.size;
+  const Tensor& up = tensor(up_name, {config.experts, rows, width});
+  const Tensor& down = tensor(down_name, {config.experts, width, config.size});
+  for (int64_t e = 0; e < config.experts; ++e)
+    experts.push_back({matrix({{&up, e * rows, rows}}), matrix({{&down, e * width, width}})});
+  return experts;
 }
 
 void WeightLoader::count_numbers(std::initializer_list<double> numbers) {

@@ -17,7 +17,7 @@
 
 namespace replayssm {
 
-// Rows first .. first+count-1 of a tensor [rows, inputs].
+// Rows first .. first+count-1 of a tensor [rows, inputs] or, all rows counted, [experts, rows, inputs].
 struct RowRange {
   const Tensor* tensor;
   int64_t first;
@@ -43,6 +43,11 @@ class WeightLoader {
   Buffer<float> vector(const std::string& name, std::initializer_list<int64_t> shape);
   // The rows of all ranges, one below the other.
   Matrix matrix(const std::vector<RowRange>& ranges);
+  // gate_proj.weight (of SwiGLU), up_proj.weight and down_proj.weight under `name`, from and to `width` numbers.
+  FeedForwardWeights feed_forward(const std::string& name, Activation activation, int64_t size, int64_t width);
+  // The chosen experts under `name`, from and to `width` numbers: all in gate_up_proj or up_proj, [experts, rows,
+  // width], and down_proj, [experts, width, size]; else each as a feed-forward under its number.
+  std::vector<FeedForwardWeights> experts(const std::string& name, const ExpertsConfig& config, int64_t width);
   // A depthwise convolution's taps, [width, channels] from [channels, 1, width].
   Buffer<float> convolution(const std::string& name, int64_t channels, int64_t width);
 

@@ -59,12 +59,24 @@ struct LatentAttentionWeights {
 };
 
 struct FeedForwardWeights {
-  Matrix up;    // SwiGLU: rows [gate | up]
+  Matrix up;    // SwiGLU: rows [gate | up]; relu^2: up
   Matrix down;  // [hidden, size]
 };
 
+// E experts, whose inputs and outputs are the hidden state or, with a latent projection, of its size.
+struct ExpertsWeights {
+  Matrix router;                            // [E, hidden]
+  Buffer<float> correction;                 // [E]; empty without a correction
+  std::vector<FeedForwardWeights> experts;  // [E]
+  Matrix latent_down;                       // [latent, hidden]; empty without a latent projection
+  Matrix latent_up;                         // [hidden, latent]
+  FeedForwardWeights shared;                // empty without a shared expert
+  Matrix shared_gate;                       // [1, hidden]; empty without a gate
+};
+
 // In the order of BlockConfig.
-using BlockWeights = std::variant<DeltaWeights, AttentionWeights, LatentAttentionWeights, FeedForwardWeights>;
+using BlockWeights =
+    std::variant<DeltaWeights, AttentionWeights, LatentAttentionWeights, FeedForwardWeights, ExpertsWeights>;
 
 struct Weights {
   struct Block {
