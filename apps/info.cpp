@@ -27,8 +27,10 @@ std::string_view name_of(Activation activation) {
 BlockText describe(const DeltaConfig& delta) {
   const DeltaShape& shape = delta.shape;
   return {'D', "delta rule",
-          fmt::format("{} value heads of {}, {} key heads of {}, convolution of width {} over {} channels", shape.heads,
-                      shape.value_size, shape.key_heads, shape.key_size, delta.conv_width, delta.conv_channels())};
+          fmt::format("{} value heads of {}, {} key heads of {}, convolution of width {} over {} channels{}{}",
+                      shape.heads, shape.value_size, shape.key_heads, shape.key_size, delta.conv_width,
+                      delta.conv_channels(), shape.gate_size > 1 ? ", a gate a key channel" : "",
+                      delta.lower_bound < 0 ? fmt::format(" of {} or more", delta.lower_bound) : "")};
 }
 
 BlockText describe(const AttentionConfig& attention) {

@@ -18,8 +18,15 @@ namespace {
 using namespace replayssm::test;
 
 constexpr int kPrompt = 70;
-const char* const kModels[] = {"qwen3_5-tiny", "qwen3_next-tiny", "qwen3_5_moe-tiny", "qwen3_next_moe-tiny"};
-constexpr const char* kExperts = "qwen3_5_moe-tiny";
+const char* const kModels[] = {"qwen3_5-tiny",
+                               "qwen3_next-tiny",
+                               "qwen3_5_moe-tiny",
+                               "qwen3_next_moe-tiny",
+                               "kimi_linear-tiny",
+                               "kimi_linear_respelled-tiny",
+                               "kimi_linear_bounded-tiny"};
+// One of each kind of layer, for the tests that need no more.
+constexpr const char* kKinds[] = {"qwen3_5-tiny", "qwen3_5_moe-tiny", "kimi_linear-tiny"};
 
 const ModelFixture& fixture(const std::string& name) {
   static std::map<std::string, std::unique_ptr<ModelFixture>> fixtures;
@@ -76,10 +83,10 @@ TEST(LanguageModel, DecodingHasTheLogitsOfTransformers) {
 }
 
 // Rejected tokens leave no trace: each window ends in tokens that are not the text's.
-TEST(LanguageModel, RejectedTokensChangeNothing) {
-  const ExpectedLogits expected(kModels[0]);
+void expect_no_trace_of_rejected_tokens(const std::string& name) {
+  const ExpectedLogits expected(name);
   for (Decoder decoder : {Decoder::kDirect, Decoder::kExact}) {
-    ModelRig rig(fixture(kModels[0]), {.window = 9, .max_step_tokens = 4});
+    ModelRig rig(fixture(name), {.window = 9, .max_step_tokens = 4});
     const Handle row = rig.pool.allocate(200);
     rig.prefill(row, std::span(expected.token).first(kPrompt));
     std::mt19937_64 random(3);
@@ -96,25 +103,37 @@ TEST(LanguageModel, RejectedTokensChangeNothing) {
   }
 }
 
+TEST(LanguageModel, RejectedTokensChangeNothing) {
+  for (const char* name : kKinds) expect_no_trace_of_rejected_tokens(name);
+}
+
+// The first layer of a kind in the model's pool.
+template <typename Layer>
+int first_layer(const std::string& name) {
+  const std::vector<StateLayer> layers = state_layout(fixture(name).config, "", 1, 1, 16).layers;
+  return static_cast<int>(
+      std::ranges::find_if(layers, [](const auto& layer) { return std::holds_alternative<Layer>(layer); }) -
+      layers.begin());
+}
+
 TEST(LanguageModel, CorruptedStateIsSeen) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
-    const int delta = 0;
-    const std::vector<StateLayer> layers = state_layout(fixture(name).config, "", 1, 1, 16).layers;
-    const int attention = static_cast<int>(
-        std::ranges::find_if(layers, [](const auto& l) { return std::holds_alternative<AttentionLayer>(l); }) -
-        layers.begin());
+    const int delta = first_layer<DeltaLayer>(name), attention = first_layer<AttentionLayer>(name);
+    const DeltaShape shape = fixture(name).config.first<DeltaConfig>()->shape;
     const std::function<void(ModelRig&, Handle)> faults[] = {
         [&](ModelRig& rig, Handle row) {
           DeltaState state = rig.pool.delta_state(delta);
-          const int64_t size = 6 * 20 * 32, at = rig.pool.ledger().checkpoint(row) * size;
+          const int64_t size = int64_t{shape.heads} * shape.value_size * shape.key_size;
+          const int64_t at = rig.pool.ledger().checkpoint(row) * size;
           for (int64_t i = 0; i < size; ++i) state.checkpoint[at + i] *= -1;
         },
         [&](ModelRig& rig, Handle row) {  // one record's v, all heads
           DeltaState state = rig.pool.delta_state(delta);
           const int64_t last = (rig.pool.cursor(row).tokens() - 1) % state.capacity;
-          for (int h = 0; h < 6; ++h)
-            for (int i = 0; i < 20; ++i) state.ring_v[((row.slot * 6 + h) * state.capacity + last) * 20 + i] *= -1;
+          for (int h = 0; h < shape.heads; ++h)
+            for (int i = 0; i < shape.value_size; ++i)
+              state.ring_v[((row.slot * shape.heads + h) * state.capacity + last) * shape.value_size + i] *= -1;
         },
         [&](ModelRig& rig, Handle row) {
           Conv1dState state = rig.pool.conv_state(delta);
@@ -123,8 +142,9 @@ TEST(LanguageModel, CorruptedStateIsSeen) {
         },
         [&](ModelRig& rig, Handle) {
           KvCache cache = rig.pool.kv_cache(attention);
+          float* values = cache.latent_size > 0 ? cache.k : cache.v;
           for (int64_t i = 0; i < cache.pages * cache.kv_heads * cache.page_tokens * cache.head_size; ++i)
-            cache.v[i] *= -1;
+            values[i] *= -1;
         },
     };
     for (size_t f = 0; f <= std::size(faults); ++f) {
@@ -309,7 +329,8 @@ void expect_bad_number_in_its_row(const std::string& name) {
         rigs[i]->prefill(rows[i].back(), std::span(expected.token).first(5 + 7 * r));
       }
     }
-    const int64_t size = 6 * 20 * 32;
+    const DeltaShape shape = fixture(name).config.first<DeltaConfig>()->shape;
+    const int64_t size = int64_t{shape.heads} * shape.value_size * shape.key_size;
     bad.pool.delta_state(1).checkpoint[bad.pool.ledger().checkpoint(rows[1][1]) * size + 77] =
         std::numeric_limits<float>::quiet_NaN();
     for (int step = 0; step < 20; ++step) {
@@ -324,7 +345,7 @@ void expect_bad_number_in_its_row(const std::string& name) {
 }
 
 TEST(LanguageModel, ABadNumberStaysInItsRow) {
-  for (const char* name : {kModels[0], kExperts}) expect_bad_number_in_its_row(name);
+  for (const char* name : kKinds) expect_bad_number_in_its_row(name);
 }
 
 // A step asks for no memory: neither the plan, nor the forward pass, nor the commit, in any of the decoders.
@@ -352,7 +373,7 @@ void expect_steps_without_allocations(const std::string& name) {
 }
 
 TEST(LanguageModel, StepsAllocateNothing) {
-  for (const char* name : {kModels[0], kExperts}) expect_steps_without_allocations(name);
+  for (const char* name : kKinds) expect_steps_without_allocations(name);
 }
 
 TEST(LanguageModel, RefusesWrongSteps) {

@@ -8,6 +8,7 @@
 #include "replayssm/core/json.h"
 #include "replayssm/core/mapped_file.h"
 #include "replayssm/model/config_fields.h"
+#include "replayssm/model/kimi.h"
 #include "replayssm/model/qwen.h"
 
 namespace replayssm {
@@ -16,7 +17,8 @@ namespace {
 ModelConfig parse_family(const JsonObject& document) {
   const std::string type = document.string("model_type");
   if (is_qwen(type)) return parse_qwen_config(document);
-  fail("{}: expected qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text or qwen3_next, got {}",
+  if (is_kimi(type)) return parse_kimi_config(document);
+  fail("{}: expected qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_next or kimi_linear, got {}",
        document.name_of("model_type"), describe(nlohmann::json(type)));
 }
 

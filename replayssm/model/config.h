@@ -115,7 +115,7 @@ struct ModelConfig {
 };
 
 // Parses the texts of config.json and, unless empty, generation_config.json; `source` opens the error lines. The fields
-// are those of the model's family: replayssm/model/qwen.h. End tokens are those of both files.
+// are those of the model's family: replayssm/model/qwen.h, kimi.h. End tokens are those of both files.
 //
 // Throws Error naming the field, the expected and the given, if a field is missing, ill-typed or past its limit
 // (vocabulary 2^22, hidden_size 2^16, intermediate sizes 2^20, experts 2^14, layers 1024, heads 1024, head sizes 1024,
