@@ -26,6 +26,7 @@ const std::map<std::string, DeltaShape>& shapes() {
       {"qwen3.5-4b", {32, 16, 128, 128, 1}},
       {"qwen3.5-122b", {64, 16, 128, 128, 1}},
       {"qwen3.6-27b", {48, 16, 128, 128, 1}},
+      {"kimi-linear-48b", {32, 32, 128, 128, 128}},
   };
   return by_name;
 }
@@ -60,9 +61,9 @@ class DeltaBench {
     state_.checkpoint = place(checkpoint_, state_floats, -1, 1);
     state_.ring_k = place(k_, shape.key_heads * C * shape.key_size, -1, 1);
     state_.ring_k_scale = place(k_scale_, shape.key_heads * C, 0.05f, 0.1f);
-    state_.ring_gram = place(gram_, shape.key_heads * C * C, -0.1f, 0.1f);
+    state_.ring_gram = place(gram_, ring_gram_size(shape, state_.capacity), -0.1f, 0.1f);
     state_.ring_v = place(v_, shape.heads * C * shape.value_size, -1, 1);
-    state_.ring_decay = place(g_, shape.heads * C, -0.1f, 0);
+    state_.ring_decay = place(decay_, shape.heads * C * shape.gate_size, 0.9f, 1);
     state_.ring_beta = place(beta_, shape.heads * C, 0, 1);
     cycle_ = std::max(1, window / tokens);
     base_.assign(slots, 0);
@@ -117,10 +118,11 @@ class DeltaBench {
  private:
   double state_bytes() const { return 4.0 * shape_.heads * shape_.value_size * shape_.key_size; }
   double record_bytes() const {
-    return 4.0 * (shape_.key_heads * (shape_.key_size + 1) + shape_.heads * (shape_.value_size + 2));
+    return 4.0 * (shape_.key_heads * (shape_.key_size + 1) + shape_.heads * (shape_.value_size + 1 + shape_.gate_size));
   }
   double token_bytes() const {
-    return 4.0 * (2 * shape_.key_heads * shape_.key_size + 2 * shape_.heads * shape_.value_size + 2 * shape_.heads);
+    return 4.0 * (2 * shape_.key_heads * shape_.key_size + 2 * shape_.heads * shape_.value_size +
+                  shape_.heads * (1 + shape_.gate_size));
   }
 
   void reserve_tokens(int64_t tokens) {
@@ -132,7 +134,7 @@ class DeltaBench {
     place(q_in_, shape_.key_heads * shape_.key_size, -1, 1);
     place(k_in_, shape_.key_heads * shape_.key_size, -1, 1);
     place(v_in_, shape_.heads * shape_.value_size, -1, 1);
-    place(g_in_, shape_.heads, -0.1f, 0);
+    place(g_in_, shape_.heads * shape_.gate_size, -0.1f, 0);
     place(beta_in_, shape_.heads, 0, 1);
     place(out_, shape_.heads * shape_.value_size, 0, 0);
   }
@@ -156,7 +158,7 @@ class DeltaBench {
   Device& device_;
   DeltaState state_;
   double bytes_ = 0;
-  Buffer<float> checkpoint_, k_, k_scale_, gram_, v_, g_, beta_;
+  Buffer<float> checkpoint_, k_, k_scale_, gram_, v_, decay_, beta_;
   Buffer<float> q_in_, k_in_, v_in_, g_in_, beta_in_, out_;
   Buffer<std::byte> workspace_;
   std::vector<int32_t> slot_, history_;

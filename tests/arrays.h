@@ -1,11 +1,14 @@
 // Arrays for tests: seeded random numbers, poison, and comparisons that no non-finite number passes.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <random>
 #include <span>
 #include <vector>
@@ -32,6 +35,24 @@ inline std::vector<float> random_uniform(std::mt19937_64& random, size_t count, 
   for (float& value : values) value = uniform(random);
   return values;
 }
+
+// Zeros in address space alone: a page takes memory when it is written.
+class SparseFloats {
+ public:
+  explicit SparseFloats(size_t count) : bytes_(count * sizeof(float)) {
+    memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory_ == MAP_FAILED) throw std::bad_alloc();
+  }
+  ~SparseFloats() { munmap(memory_, bytes_); }
+  SparseFloats(const SparseFloats&) = delete;
+  SparseFloats& operator=(const SparseFloats&) = delete;
+
+  float* data() { return static_cast<float*>(memory_); }
+
+ private:
+  size_t bytes_;
+  void* memory_;
+};
 
 // ||given - expected|| / ||expected||; infinity if anything is not finite or the sizes differ.
 template <typename Given, typename Expected>

@@ -12,19 +12,30 @@
 
 namespace replayssm::test {
 
-// The shapes that every law walks: head ratios 1 to 4, sizes that are no powers of two, the models' own sizes.
+// The two forms of the gate, which every law walks.
+enum class DeltaGate { kHead, kChannel };
+
+inline DeltaShape gated(DeltaShape shape, DeltaGate gate) {
+  shape.gate_size = gate == DeltaGate::kHead ? 1 : shape.key_size;
+  return shape;
+}
+
+// The shapes that the laws of every shape walk: head ratios 1 to 4, sizes that are no powers of two, the models' own.
 struct DeltaCase {
   const char* name;
   DeltaShape shape;
 };
-inline std::vector<DeltaCase> delta_cases() {
-  return {{"small", {4, 2, 32, 16, 1}},
-          {"ratio1", {2, 2, 64, 64, 1}},
-          {"ratio3", {6, 2, 128, 80, 1}},
-          {"least", {3, 3, 16, 4, 1}},
-          {"ratio4_wide", {4, 1, 256, 12, 1}},
-          {"key48", {2, 1, 48, 20, 1}},
-          {"qwen3.5-4b part", {4, 2, 128, 128, 1}}};
+inline std::vector<DeltaCase> delta_cases(DeltaGate gate) {
+  std::vector<DeltaCase> cases = {{"small", {4, 2, 32, 16}},
+                                  {"ratio1", {2, 2, 64, 64}},
+                                  {"ratio3", {6, 2, 128, 80}},
+                                  {"least", {3, 3, 16, 4}},
+                                  {"ratio4_wide", {4, 1, 256, 12}},
+                                  {"key48", {2, 1, 48, 20}},
+                                  {"qwen3.5-4b part", {4, 2, 128, 128}},
+                                  {"kimi-linear-48b part", {2, 2, 128, 128}}};
+  for (DeltaCase& c : cases) c.shape = gated(c.shape, gate);
+  return cases;
 }
 
 // Random inputs of N tokens: keys correlated as in trained models, gates from slow to fast.
@@ -34,7 +45,7 @@ struct DeltaInputs {
         q(random_normal(random, tokens * shape.key_heads * shape.key_size)),
         k(random_normal(random, tokens * shape.key_heads * shape.key_size, 1.0f, 0.5f)),
         v(random_normal(random, tokens * shape.heads * shape.value_size)),
-        g(random_uniform(random, tokens * shape.heads, g_low, g_high)),
+        g(random_uniform(random, tokens * shape.heads * shape.gate_size, g_low, g_high)),
         beta(random_uniform(random, tokens * shape.heads, 0.05f, 1.0f)) {}
 
   // Token `index` of `from` becomes token `to` here.
@@ -45,7 +56,7 @@ struct DeltaInputs {
     part(q, from.q, size_t(shape.key_heads) * shape.key_size);
     part(k, from.k, size_t(shape.key_heads) * shape.key_size);
     part(v, from.v, size_t(shape.heads) * shape.value_size);
-    part(g, from.g, shape.heads);
+    part(g, from.g, size_t(shape.heads) * shape.gate_size);
     part(beta, from.beta, shape.heads);
   }
 
@@ -54,7 +65,7 @@ struct DeltaInputs {
     return {&q[first * keys],
             &k[first * keys],
             &v[first * values],
-            &g[first * shape.heads],
+            &g[first * shape.heads * shape.gate_size],
             &beta[first * shape.heads],
             keys,
             keys,
@@ -70,6 +81,10 @@ struct DeltaInputs {
   std::vector<float> q, k, v, g, beta;
 };
 
+inline ref::DeltaSequence oracle_of(const DeltaShape& shape) {
+  return {shape.heads, shape.key_heads, shape.key_size, shape.value_size, shape.gate_size};
+}
+
 class DeltaRig {
  public:
   struct Cursor {
@@ -84,9 +99,9 @@ class DeltaRig {
         checkpoint(poisoned(size_t(slots) * shape.heads * shape.value_size * shape.key_size)),
         ring_k(poisoned(size_t(slots) * shape.key_heads * capacity * shape.key_size)),
         ring_k_scale(poisoned(size_t(slots) * shape.key_heads * capacity)),
-        ring_gram(poisoned(size_t(slots) * shape.key_heads * capacity * capacity)),
+        ring_gram(poisoned(slots * ring_gram_size(shape, capacity))),
         ring_v(poisoned(size_t(slots) * shape.heads * capacity * shape.value_size)),
-        ring_g(poisoned(size_t(slots) * shape.heads * capacity)),
+        ring_decay(poisoned(size_t(slots) * shape.heads * capacity * shape.gate_size)),
         ring_beta(poisoned(size_t(slots) * shape.heads * capacity)) {
     state.shape = shape;
     state.slots = state.checkpoints = slots;
@@ -95,9 +110,9 @@ class DeltaRig {
     state.checkpoint = checkpoint.data();
     state.ring_k = ring_k.data();
     state.ring_k_scale = ring_k_scale.data();
-    state.ring_gram = ring_gram.data();
+    if (!ring_gram.empty()) state.ring_gram = ring_gram.data();
     state.ring_v = ring_v.data();
-    state.ring_decay = ring_g.data();
+    state.ring_decay = ring_decay.data();
     state.ring_beta = ring_beta.data();
     const size_t bytes = delta_workspace_bytes(shape, capacity, device);
     workspace_ = Buffer<float>(bytes / sizeof(float));
@@ -182,7 +197,7 @@ class DeltaRig {
   DeltaState state;
   int capacity;
   std::vector<Cursor> cursors;
-  std::vector<float> checkpoint, ring_k, ring_k_scale, ring_gram, ring_v, ring_g, ring_beta;
+  std::vector<float> checkpoint, ring_k, ring_k_scale, ring_gram, ring_v, ring_decay, ring_beta;
 };
 
 }  // namespace replayssm::test

@@ -2,6 +2,8 @@
 // map right, every length works, batches do not matter.
 #include <gtest/gtest.h>
 
+#include <memory>
+
 #include "replayssm/core/error.h"
 #include "tests/delta_rig.h"
 #include "tests/tolerance.h"
@@ -13,12 +15,20 @@ std::span<const float> row_of(const std::vector<float>& out, size_t row, size_t 
   return std::span<const float>(out).subspan(row * size, size);
 }
 
-TEST(Delta, StepMatchesOracle) {
+// Every law holds for one gate a head and for a gate a channel.
+class DeltaLaws : public testing::TestWithParam<DeltaGate> {
+ protected:
+  DeltaShape with_gate(const DeltaShape& shape) const { return gated(shape, GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(Gates, DeltaLaws, testing::Values(DeltaGate::kHead, DeltaGate::kChannel),
+                         [](const auto& given) { return given.param == DeltaGate::kHead ? "PerHead" : "PerChannel"; });
+
+TEST_P(DeltaLaws, StepMatchesOracle) {
   Device device(2);
-  for (const DeltaCase& c : delta_cases()) {
+  for (const DeltaCase& c : delta_cases(GetParam())) {
     std::mt19937_64 random(1);
     DeltaRig rig(c.shape, 2, 4, 1, device);
-    ref::DeltaSequence oracle(c.shape.heads, c.shape.key_heads, c.shape.key_size, c.shape.value_size, 1);
+    ref::DeltaSequence oracle = oracle_of(c.shape);
     const DeltaInputs inputs(c.shape, 100, random);
     for (int t = 0; t < 100; ++t)
       EXPECT_LE(relative_error(rig.step({1}, inputs.tokens(t)), inputs.step(oracle, t)), kFloat32Bound)
@@ -28,12 +38,12 @@ TEST(Delta, StepMatchesOracle) {
 }
 
 // Error must be flat in the length: the same bound at 512 and at 8,192 tokens, for all three ways to decode.
-TEST(Delta, ErrorDoesNotGrowWithLength) {
+TEST_P(DeltaLaws, ErrorDoesNotGrowWithLength) {
   Device device(2);
-  const DeltaShape shape = {2, 1, 64, 16, 1};
+  const DeltaShape shape = with_gate({2, 1, 64, 16});
   std::mt19937_64 random(2);
   DeltaRig rig(shape, 3, 16, 1, device);
-  ref::DeltaSequence oracle(2, 1, 64, 16, 1);
+  ref::DeltaSequence oracle = oracle_of(shape);
   const DeltaInputs inputs(shape, 8192, random, -0.05f, -1e-4f);
   for (int t = 0; t < 8192; ++t) {
     const std::vector<double> expected = inputs.step(oracle, t);
@@ -57,8 +67,7 @@ void replay_beside_step(const DeltaShape& shape, int window, int max_tokens, int
   constexpr int kRows = 3;
   DeltaRig pulled(shape, kRows, window, max_tokens, device), exact(shape, kRows, window, max_tokens, device);
   DeltaRig conventional(shape, kRows + 1, window, max_tokens, device);
-  std::vector<ref::DeltaSequence> oracles(
-      kRows, ref::DeltaSequence(shape.heads, shape.key_heads, shape.key_size, shape.value_size, 1));
+  std::vector<ref::DeltaSequence> oracles(kRows, oracle_of(shape));
   const size_t out_size = pulled.out_size();
   int64_t flushes = 0;
   for (int done = 0; done < tokens;) {
@@ -96,34 +105,37 @@ void replay_beside_step(const DeltaShape& shape, int window, int max_tokens, int
   EXPECT_GT(flushes, 0);
 }
 
-TEST(Delta, ReplayIsExactOver10000Tokens) {
-  replay_beside_step({2, 1, 32, 8, 1}, 12, 8, 10000, 3);
+TEST_P(DeltaLaws, ReplayIsExactOver10000Tokens) {
+  replay_beside_step(with_gate({2, 1, 32, 8}), 12, 8, 10000, 3);
 }
 
-TEST(Delta, ReplayMatchesOracleForEveryShape) {
-  for (const DeltaCase& c : delta_cases()) {
+TEST_P(DeltaLaws, ReplayMatchesOracleForEveryShape) {
+  for (const DeltaCase& c : delta_cases(GetParam())) {
     SCOPED_TRACE(c.name);
     replay_beside_step(c.shape, 16, 4, 40, 4);
   }
 }
 
-TEST(Delta, ReplayIsExactForEveryWindow) {
+TEST_P(DeltaLaws, ReplayIsExactForEveryWindow) {
   for (int window : {1, 2, 3, 4, 7, 8, 16, 31, 64}) {
     SCOPED_TRACE(window);
-    replay_beside_step({2, 1, 32, 8, 1}, window, std::min(window, 8), 3 * window + 20, 5 + window);
+    replay_beside_step(with_gate({2, 1, 32, 8}), window, std::min(window, 8), 3 * window + 20, 5 + window);
   }
 }
 
 // Law 5.
-TEST(Delta, EveryDecayIsFiniteAndRight) {
+TEST_P(DeltaLaws, EveryDecayIsFiniteAndRight) {
   Device device(1);
-  const DeltaShape shape = {2, 1, 32, 8, 1};
-  for (float g : {-1e-4f, -1e-2f, -0.7f, -5.0f, -20.0f}) {
+  const DeltaShape shape = with_gate({2, 1, 32, 8});
+  const float slow = -1e-4f, fast = -20.0f;
+  const std::pair<float, float> ranges[] = {{slow, slow},   {-1e-2f, -1e-2f}, {-0.7f, -0.7f},
+                                            {-5.0f, -5.0f}, {fast, fast},     {fast, slow}};
+  for (const auto& [low, high] : ranges) {
     for (int window : {1, 8, 64}) {
       std::mt19937_64 random(6);
       DeltaRig rig(shape, 3, window, 1, device);
-      ref::DeltaSequence oracle(2, 1, 32, 8, 1);
-      const DeltaInputs inputs(shape, 150, random, g, g);
+      ref::DeltaSequence oracle = oracle_of(shape);
+      const DeltaInputs inputs(shape, 150, random, low, high);
       std::vector<float> outs[3];
       std::vector<double> expected;
       for (int t = 0; t < 150; ++t) {
@@ -136,14 +148,15 @@ TEST(Delta, EveryDecayIsFiniteAndRight) {
         expected.insert(expected.end(), token.begin(), token.end());
       }
       outs[2] = rig.prefill({2}, {0, 150}, inputs.tokens());
-      for (const std::vector<float>& out : outs) EXPECT_LE(relative_error(out, expected), kFloat32Bound) << g;
+      for (const std::vector<float>& out : outs)
+        EXPECT_LE(relative_error(out, expected), kFloat32Bound) << low << " to " << high;
     }
   }
 }
 
-TEST(Delta, LaterTokensDoNotReachEarlierOutputs) {
+TEST_P(DeltaLaws, LaterTokensDoNotReachEarlierOutputs) {
   Device device(1);
-  const DeltaShape shape = {4, 2, 32, 8, 1};
+  const DeltaShape shape = with_gate({4, 2, 32, 8});
   for (Readout readout : {Readout::kDirect, Readout::kExact})
     for (float later : {3.0f, std::numeric_limits<float>::quiet_NaN()}) {
       std::mt19937_64 random(7);
@@ -156,6 +169,7 @@ TEST(Delta, LaterTokensDoNotReachEarlierOutputs) {
         std::fill_n(&inputs.v[2 * 4 * 8], 32, later);
         std::fill_n(&inputs.k[2 * 2 * 32], 64, later);
         std::fill_n(&inputs.q[2 * 2 * 32], 64, later);
+        std::fill_n(&inputs.g[2 * 4 * shape.gate_size], 4 * shape.gate_size, -later);
       }
       EXPECT_TRUE(same_bits(row_of(decoded[0], 0, 64), row_of(decoded[1], 0, 64)));
       EXPECT_TRUE(same_bits(row_of(prefilled[0], 0, 64), row_of(prefilled[1], 0, 64)));
@@ -164,14 +178,14 @@ TEST(Delta, LaterTokensDoNotReachEarlierOutputs) {
 }
 
 // Law 7.
-TEST(Delta, PrefillOfEveryLengthAndSplit) {
+TEST_P(DeltaLaws, PrefillOfEveryLengthAndSplit) {
   Device device(2);
   std::mt19937_64 random(8);
-  for (const DeltaShape& shape : {DeltaShape{2, 1, 32, 8, 1}, DeltaShape{3, 1, 48, 20, 1}}) {
+  for (const DeltaShape& shape : {with_gate({2, 1, 32, 8}), with_gate({3, 1, 48, 20})}) {
     DeltaRig rig(shape, 3, 8, 4, device);
     for (int T = 1; T <= 130; ++T) {
       const DeltaInputs inputs(shape, T, random, -0.3f, 0.0f);
-      ref::DeltaSequence oracle(shape.heads, shape.key_heads, shape.key_size, shape.value_size, 1);
+      ref::DeltaSequence oracle = oracle_of(shape);
       std::vector<double> expected;
       for (int t = 0; t < T; ++t) {
         const std::vector<double> token = inputs.step(oracle, t);
@@ -188,12 +202,12 @@ TEST(Delta, PrefillOfEveryLengthAndSplit) {
   }
 }
 
-TEST(Delta, PrefillMatchesOracleForEveryShape) {
+TEST_P(DeltaLaws, PrefillMatchesOracleForEveryShape) {
   Device device(2);
-  for (const DeltaCase& c : delta_cases()) {
+  for (const DeltaCase& c : delta_cases(GetParam())) {
     std::mt19937_64 random(9);
     const DeltaInputs inputs(c.shape, 77, random, -0.3f, 0.0f);
-    ref::DeltaSequence oracle(c.shape.heads, c.shape.key_heads, c.shape.key_size, c.shape.value_size, 1);
+    ref::DeltaSequence oracle = oracle_of(c.shape);
     std::vector<double> expected;
     for (int t = 0; t < 77; ++t) {
       const std::vector<double> token = inputs.step(oracle, t);
@@ -206,9 +220,9 @@ TEST(Delta, PrefillMatchesOracleForEveryShape) {
 }
 
 // A batch of different lengths, one of them empty and one padding, gives each row's own bits; rings are folded first.
-TEST(Delta, VarlenPrefillFoldsRings) {
+TEST_P(DeltaLaws, VarlenPrefillFoldsRings) {
   Device device(3), alone_device(1);
-  const DeltaShape shape = {4, 2, 64, 32, 1};
+  const DeltaShape shape = with_gate({4, 2, 64, 32});
   std::mt19937_64 random(10);
   const std::vector<int32_t> begin = {0, 33, 33, 40, 140};
   const std::vector<int> slots = {2, 0, kPaddingSlot, 1};
@@ -237,8 +251,8 @@ TEST(Delta, VarlenPrefillFoldsRings) {
 }
 
 // Laws 11 and 17.
-TEST(Delta, BatchOrderThreadsAndPaddingAreNothing) {
-  const DeltaShape shape = {6, 2, 64, 20, 1};
+TEST_P(DeltaLaws, BatchOrderThreadsAndPaddingAreNothing) {
+  const DeltaShape shape = with_gate({6, 2, 64, 20});
   constexpr int T = 3;
   for (Readout readout : {Readout::kDirect, Readout::kExact}) {
     Device one(1), two(2), three(3);
@@ -274,9 +288,9 @@ TEST(Delta, BatchOrderThreadsAndPaddingAreNothing) {
 }
 
 // Law 13: a rejected window leaves no trace in anything that a committed record or the checkpoint owns.
-TEST(Delta, RollbackMovesNoStateBytes) {
+TEST_P(DeltaLaws, RollbackMovesNoStateBytes) {
   Device device(2);
-  const DeltaShape shape = {4, 2, 32, 16, 1};
+  const DeltaShape shape = with_gate({4, 2, 32, 16});
   std::mt19937_64 random(12);
   DeltaRig rejecting(shape, 1, 8, 4, device), plain(shape, 1, 8, 4, device);
   for (int step = 0; step < 30; ++step) {
@@ -295,9 +309,9 @@ TEST(Delta, RollbackMovesNoStateBytes) {
 }
 
 // Law 15.
-TEST(Delta, MaterialiseAtEveryPositionLeavesTheSource) {
+TEST_P(DeltaLaws, MaterialiseAtEveryPositionLeavesTheSource) {
   Device device(2);
-  const DeltaShape shape = {4, 2, 32, 16, 1};
+  const DeltaShape shape = with_gate({4, 2, 32, 16});
   std::mt19937_64 random(13);
   DeltaRig rig(shape, 2, 8, 1, device), conventional(shape, 1, 8, 1, device);
   const DeltaInputs inputs(shape, 14, random);
@@ -316,10 +330,49 @@ TEST(Delta, MaterialiseAtEveryPositionLeavesTheSource) {
   EXPECT_EQ(std::memcmp(ring.data(), rig.ring_k.data(), ring.size() * sizeof(float)), 0);
 }
 
-// Law 20.
-TEST(Delta, ABadNumberStaysHome) {
+// Law 8: a slot whose offsets, in elements, pass 2^31 in every large array. The memory is mapped and never filled.
+TEST_P(DeltaLaws, OffsetsPast2To31) {
   Device device(2);
-  const DeltaShape shape = {4, 2, 32, 16, 1};
+  const DeltaShape shape = with_gate({2, 2, 256, 1024});
+  constexpr int kWindow = 1000, kSlot = 4200;
+  DeltaRig rig(shape, 1, kWindow, 1, device);
+  DeltaState far = rig.state;
+  far.slots = far.checkpoints = kSlot + 1;
+  std::vector<std::unique_ptr<SparseFloats>> arrays;
+  const auto map = [&](const std::vector<float>& one_slot) {
+    arrays.push_back(std::make_unique<SparseFloats>(one_slot.size() * (kSlot + 1)));
+    return arrays.back()->data();
+  };
+  far.checkpoint = map(rig.checkpoint);
+  far.ring_k = map(rig.ring_k);
+  far.ring_k_scale = map(rig.ring_k_scale);
+  if (!rig.ring_gram.empty()) far.ring_gram = map(rig.ring_gram);
+  far.ring_v = map(rig.ring_v);
+  far.ring_decay = map(rig.ring_decay);
+  far.ring_beta = map(rig.ring_beta);
+  std::mt19937_64 random(19);
+  const DeltaInputs inputs(shape, 4, random);
+  const int32_t slot = kSlot;
+  for (int t = 0; t < 4; ++t) {
+    const int64_t base = rig.cursors[0].base;
+    const int32_t history = rig.cursors[0].history;
+    std::vector<float> out = poisoned(rig.out_size());
+    const StateRows rows = {1, &slot, &base, &history, &slot, &slot};
+    if (t == 3)
+      delta_step({far, rows, inputs.tokens(t), out.data()}, device, rig.workspace());
+    else
+      delta_decode({far, rows, 1, inputs.tokens(t), Readout::kDirect, out.data()}, device, rig.workspace());
+    EXPECT_TRUE(same_bits(
+        out, t == 3 ? rig.step({0}, inputs.tokens(t)) : rig.decode({0}, 1, inputs.tokens(t), Readout::kDirect)));
+    rig.commit(0, 1);
+  }
+  EXPECT_TRUE(same_bits(rig.slot_state(0), {far.checkpoint + kSlot * rig.state_size(), rig.state_size()}));
+}
+
+// Law 20.
+TEST_P(DeltaLaws, ABadNumberStaysHome) {
+  Device device(2);
+  const DeltaShape shape = with_gate({4, 2, 32, 16});
   for (Readout readout : {Readout::kDirect, Readout::kExact}) {
     std::mt19937_64 random(14);
     DeltaRig good(shape, 3, 4, 1, device), bad(shape, 3, 4, 1, device);
@@ -342,15 +395,15 @@ TEST(Delta, ABadNumberStaysHome) {
 }
 
 // A gate that is no number must show in that row's outputs, whichever way they are computed.
-TEST(Delta, ABadGateIsSeen) {
+TEST_P(DeltaLaws, ABadGateIsSeen) {
   Device device(1);
-  const DeltaShape shape = {2, 1, 32, 8, 1};
+  const DeltaShape shape = with_gate({2, 1, 32, 8});
   std::mt19937_64 random(18);
   DeltaRig rig(shape, 4, 8, 1, device);
   DeltaInputs inputs(shape, 3, random);
   const int replayed = 0, exact = 1, stepped = 2, prefilled = 3;
   for (int t = 0; t < 3; ++t) {
-    if (t == 1) inputs.g[1 * 2] = std::numeric_limits<float>::quiet_NaN();
+    if (t == 1) inputs.g[1 * 2 * shape.gate_size] = std::numeric_limits<float>::quiet_NaN();
     const bool is_good = t == 0;
     const auto is_finite = [](const std::vector<float>& out) {
       return std::ranges::count_if(out, [](float x) { return !std::isfinite(x); }) == 0;
@@ -365,9 +418,9 @@ TEST(Delta, ABadGateIsSeen) {
 }
 
 // Law 2's teeth: every kind of stored number is needed, and one wrong record leaves the bound by far.
-TEST(Delta, ACorruptedRecordIsSeen) {
+TEST_P(DeltaLaws, ACorruptedRecordIsSeen) {
   Device device(1);
-  const DeltaShape shape = {2, 1, 32, 8, 1};
+  const DeltaShape shape = with_gate({2, 1, 32, 8});
   struct Kind {
     const char* name;
     void (*corrupt)(DeltaRig&);
@@ -383,15 +436,19 @@ TEST(Delta, ACorruptedRecordIsSeen) {
          rig.ring_gram[row * rig.capacity + (rig.cursors[0].base + 1) % rig.capacity] += 0.5f;
        }},
       {"ring v", [](DeltaRig& rig) { rig.ring_v[(rig.cursors[0].base + 1) % rig.capacity * 8] += 2.0f; }},
-      {"ring g", [](DeltaRig& rig) { rig.ring_g[(rig.cursors[0].base + 1) % rig.capacity] -= 0.5f; }},
+      {"ring decay",
+       [](DeltaRig& rig) {
+         rig.ring_decay[(rig.cursors[0].base + 1) % rig.capacity * rig.state.shape.gate_size] -= 0.5f;
+       }},
       {"ring beta", [](DeltaRig& rig) { rig.ring_beta[(rig.cursors[0].base + 1) % rig.capacity] *= 0.5f; }},
       {"cursor base", [](DeltaRig& rig) { rig.cursors[0].base += 1; }},
       {"cursor history", [](DeltaRig& rig) { rig.cursors[0].history -= 1; }},
   };
   for (const Kind& kind : kinds) {
+    if (kind.name == std::string("ring gram") && GetParam() == DeltaGate::kChannel) continue;  // it keeps none
     std::mt19937_64 random(15);
     DeltaRig rig(shape, 1, 8, 1, device);
-    ref::DeltaSequence oracle(2, 1, 32, 8, 1);
+    ref::DeltaSequence oracle = oracle_of(shape);
     const DeltaInputs inputs(shape, 14, random, -0.2f, 0.0f);
     double worst = 0;
     for (int t = 0; t < 14; ++t) {
@@ -411,31 +468,46 @@ TEST(Delta, ACorruptedRecordIsSeen) {
 TEST(Delta, GatesMatchTheFormula) {
   Device device(2);
   std::mt19937_64 random(16);
-  constexpr int kTokens = 40, kHeads = 6, kStride = 14;
-  const std::vector<float> projected = random_normal(random, kTokens * kStride, 12.0f);
-  const std::vector<float> a_log = random_normal(random, kHeads), dt_bias = random_normal(random, kHeads);
-  std::vector<float> g = poisoned(kTokens * kHeads), beta = g;
-  delta_gates({.tokens = kTokens,
-               .heads = kHeads,
-               .a = projected.data(),
-               .b = projected.data() + 7,
-               .a_stride = kStride,
-               .b_stride = kStride,
-               .a_log = a_log.data(),
-               .dt_bias = dt_bias.data(),
-               .g = g.data(),
-               .beta = beta.data()},
-              device);
-  std::vector<double> expected_g, expected_beta;
-  for (int t = 0; t < kTokens; ++t)
-    for (int h = 0; h < kHeads; ++h) {
-      const double a = projected[t * kStride + h], b = projected[t * kStride + 7 + h];
-      expected_g.push_back(-std::exp(double(a_log[h])) * std::log1p(std::exp(a + dt_bias[h])));
-      expected_beta.push_back(1 / (1 + std::exp(-b)));
+  constexpr int kTokens = 40, kHeads = 6;
+  for (const int gate_size : {1, 16, 48})
+    for (const float lower_bound : {0.0f, -5.0f}) {
+      const int gates = kHeads * gate_size, stride = gates + kHeads + 2;
+      std::vector<float> projected = random_normal(random, kTokens * stride, 12.0f);
+      const std::vector<float> a_log = random_normal(random, kHeads), dt_bias = random_normal(random, gates);
+      std::vector<float> g = poisoned(kTokens * gates), beta = poisoned(kTokens * kHeads);
+      DeltaGates args = {.tokens = kTokens,
+                         .heads = kHeads,
+                         .gate_size = gate_size,
+                         .a = projected.data(),
+                         .b = projected.data() + gates + 1,
+                         .a_stride = stride,
+                         .b_stride = stride,
+                         .a_log = a_log.data(),
+                         .dt_bias = dt_bias.data(),
+                         .lower_bound = lower_bound,
+                         .g = g.data(),
+                         .beta = beta.data()};
+      delta_gates(args, device);
+      std::vector<double> expected_g, expected_beta;
+      for (int t = 0; t < kTokens; ++t) {
+        const float* token = &projected[t * stride];
+        for (int i = 0; i < gates; ++i)
+          expected_g.push_back(ref::delta_gate(token[i], dt_bias[i], a_log[i / gate_size], lower_bound));
+        for (int h = 0; h < kHeads; ++h) expected_beta.push_back(1 / (1 + std::exp(-double(token[gates + 1 + h]))));
+      }
+      EXPECT_LE(relative_error(g, expected_g), kFloat32Bound) << gate_size << " bound " << lower_bound;
+      EXPECT_LE(relative_error(beta, expected_beta), kFloat32Bound);
+      EXPECT_TRUE(std::ranges::all_of(g, [&](float x) { return x <= 0 && (lower_bound == 0 || x >= lower_bound); }));
+      // A token's gates have the same bits alone, and a NaN stays where it is.
+      const std::vector<float> batch = g;
+      args.tokens = 1;
+      args.a += 17 * stride;
+      args.b += 17 * stride;
+      projected[17 * stride + gates - 1] = std::numeric_limits<float>::quiet_NaN();
+      delta_gates(args, device);
+      EXPECT_TRUE(same_bits(row_of(g, 0, gates).first(gates - 1), row_of(batch, 17, gates).first(gates - 1)));
+      EXPECT_TRUE(std::isnan(g[gates - 1]));
     }
-  EXPECT_LE(relative_error(g, expected_g), kFloat32Bound);
-  EXPECT_LE(relative_error(beta, expected_beta), kFloat32Bound);
-  EXPECT_TRUE(std::ranges::all_of(g, [](float x) { return x <= 0; }));
 }
 
 TEST(Delta, RefusesWhatTheContractForbids) {
@@ -459,9 +531,21 @@ TEST(Delta, RefusesWhatTheContractForbids) {
   EXPECT_THROW(decode(1), Error);
   rig.cursors[0] = {-1, 0};
   EXPECT_THROW(decode(1), Error);
-  for (const DeltaShape& bad : {DeltaShape{3, 2, 32, 8, 1}, DeltaShape{2, 1, 24, 8, 1}, DeltaShape{2, 1, 272, 8, 1},
-                                DeltaShape{2, 1, 32, 6, 1}, DeltaShape{0, 0, 32, 8, 1}, DeltaShape{2, 1, 32, 8, 32}})
+  for (const DeltaShape& bad :
+       {DeltaShape{3, 2, 32, 8, 1}, DeltaShape{2, 1, 24, 8, 1}, DeltaShape{2, 1, 272, 8, 1}, DeltaShape{2, 1, 32, 6, 1},
+        DeltaShape{0, 0, 32, 8, 1}, DeltaShape{2, 1, 32, 8, 16}, DeltaShape{2, 1, 32, 8, 0}})
     EXPECT_THROW(check_shape(bad), Error);
+  const std::vector<float> zeros(2);
+  std::vector<float> g(2), beta(2);
+  const auto gates = [&](float lower_bound, int64_t a_stride) {
+    delta_gates({1, 1, 2, zeros.data(), zeros.data(), a_stride, 1, zeros.data(), zeros.data(), lower_bound, g.data(),
+                 beta.data()},
+                device);
+  };
+  EXPECT_NO_THROW(gates(-5.0f, 2));
+  EXPECT_THROW(gates(5.0f, 2), Error);
+  EXPECT_THROW(gates(std::numeric_limits<float>::quiet_NaN(), 2), Error);
+  EXPECT_THROW(gates(0.0f, 1), Error);
   DeltaStep small = {rig.state, rig.rows({1}), inputs.tokens(), out.data()};
   EXPECT_THROW(delta_step(small, device, rig.workspace().first(64)), Error);
 }

@@ -1,6 +1,6 @@
-// A small hybrid model for the laws of the state pool: two delta layers with their convolutions, a layer of keys and
-// values and one of latents, each fed by a table of token features. Its sequences are driven by scripts of windows and
-// acceptances.
+// A small hybrid model for the laws of the state pool: two delta layers with their convolutions, one with a gate a head
+// and one with a gate a channel, a layer of keys and values and one of latents, each fed by a table of token features.
+// Its sequences are driven by scripts of windows and acceptances.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +23,11 @@ namespace replayssm::test {
 inline StateLayout mini_layout(int window, int max_step_tokens) {
   StateLayout layout;
   layout.model = "mini";
-  layout.layers = {DeltaLayer{{.heads = 4, .key_heads = 2, .key_size = 16, .value_size = 8}, 2 * 2 * 16 + 4 * 8, 4},
-                   AttentionLayer{2, 4},
-                   DeltaLayer{{.heads = 3, .key_heads = 3, .key_size = 32, .value_size = 4}, 2 * 3 * 32 + 3 * 4, 3},
-                   AttentionLayer{1, 6, 5}};
+  layout.layers = {
+      DeltaLayer{{.heads = 4, .key_heads = 2, .key_size = 16, .value_size = 8}, 2 * 2 * 16 + 4 * 8, 4},
+      AttentionLayer{2, 4},
+      DeltaLayer{{.heads = 3, .key_heads = 3, .key_size = 32, .value_size = 4, .gate_size = 32}, 2 * 3 * 32 + 3 * 4, 3},
+      AttentionLayer{1, 6, 5}};
   layout.window = window;
   layout.max_step_tokens = max_step_tokens;
   layout.page_tokens = 8;
@@ -58,11 +59,11 @@ class MiniModel {
       Tables tables;
       if (const auto* delta = std::get_if<DeltaLayer>(&layer)) {
         tables.features = random_normal(random, kTokens * delta->conv_channels);
-        tables.gate = random_uniform(random, kTokens * delta->shape.heads, -0.5f, -0.01f);
+        tables.gate = random_uniform(random, kTokens * delta->shape.heads * delta->shape.gate_size, -0.5f, -0.01f);
         tables.beta = random_uniform(random, kTokens * delta->shape.heads, 0.1f, 0.9f);
         tables.weight = random_normal(random, delta->conv_width * delta->conv_channels, 0.5f);
         add_nan(tables.features, delta->conv_channels);
-        add_nan(tables.gate, delta->shape.heads);
+        add_nan(tables.gate, delta->shape.heads * delta->shape.gate_size);
         add_nan(tables.beta, delta->shape.heads);
       } else {
         const auto& attention = std::get<AttentionLayer>(layer);
@@ -144,7 +145,7 @@ class MiniModel {
             .weight = tables_[index].weight.data(),
             .out = mixed.data()},
            device_);
-    const std::vector<float> g = gather(tables_[index].gate, tokens, shape.heads);
+    const std::vector<float> g = gather(tables_[index].gate, tokens, shape.heads * shape.gate_size);
     const std::vector<float> beta = gather(tables_[index].beta, tokens, shape.heads);
     const DeltaTokens inputs{.q = mixed.data(),
                              .k = mixed.data() + keys,

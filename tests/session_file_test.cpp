@@ -204,7 +204,7 @@ TEST_F(SessionRefusal, AMismatchSaysWhichAndBothValues) {
   layout = model_.layout();
   std::get<DeltaLayer>(layout.layers[2]).shape.value_size = 8;
   StatePool wider(layout, slots(layout, 1));
-  expect_refused_by(wider, path_, 200, "layers", "delta 3x3x4x32x1", "delta 3x3x8x32x1");
+  expect_refused_by(wider, path_, 200, "layers", "delta 3x3x4x32x32", "delta 3x3x8x32x32");
 
   const std::string other = "other";
   for (const char* key : {"format", "version", "precision"}) {

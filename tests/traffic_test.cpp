@@ -9,10 +9,11 @@ namespace replayssm {
 namespace {
 
 // A checkpoint of 2 x 4 x 16 = 128 numbers, records of 17 + 2 (4 + 2) = 29, 24 inputs of a convolution.
-StateLayout small_layout() {
+StateLayout small_layout(int gate_size) {
   StateLayout layout;
-  layout.layers = {DeltaLayer{{.heads = 2, .key_heads = 1, .key_size = 16, .value_size = 4, .gate_size = 1}, 24, 4},
-                   AttentionLayer{1, 16}};
+  layout.layers = {
+      DeltaLayer{{.heads = 2, .key_heads = 1, .key_size = 16, .value_size = 4, .gate_size = gate_size}, 24, 4},
+      AttentionLayer{1, 16}};
   layout.window = 16;
   layout.max_step_tokens = 2;
   layout.context_tokens = 100;
@@ -20,7 +21,7 @@ StateLayout small_layout() {
 }
 
 StateTraffic traffic(StepKind kind, std::vector<int32_t> slots, std::vector<int32_t> history, int tokens,
-                     std::vector<uint8_t> is_flushing, Readout readout = Readout::kDirect) {
+                     std::vector<uint8_t> is_flushing, Readout readout = Readout::kDirect, int gate_size = 1) {
   std::vector<int32_t> token_begin;
   for (size_t row = 0; row <= slots.size(); ++row) token_begin.push_back(static_cast<int32_t>(row) * tokens);
   StepPlan plan;
@@ -30,7 +31,7 @@ StateTraffic traffic(StepKind kind, std::vector<int32_t> slots, std::vector<int3
   plan.rows.history = history.data();
   plan.token_begin = token_begin.data();
   plan.is_flushing = is_flushing.data();
-  return step_traffic(small_layout(), plan, readout);
+  return step_traffic(small_layout(gate_size), plan, readout);
 }
 
 void expect_numbers(const StateTraffic& given, size_t read, size_t written) {
@@ -46,6 +47,12 @@ TEST(StateTraffic, ReplayReadsItAndWritesRecords) {
   expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}), 128 + 3 * 29 + 3 + 72, 2 * 29 + 2 * 3 + 1 + 2 * 24);
   expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}, Readout::kExact), 128 + 3 * 29 + 72,
                  2 * 29 + 2 * 3 + 1 + 2 * 24);
+}
+
+// Records of 17 + 2 (4 + 16 + 1) = 59 and no products.
+TEST(StateTraffic, AGateAChannelKeepsMoreDecaysAndNoProducts) {
+  expect_numbers(traffic(StepKind::kReplay, {0}, {3}, 2, {0}, Readout::kDirect, 16), 128 + 3 * 59 + 72,
+                 2 * 59 + 2 * 24);
 }
 
 TEST(StateTraffic, AFlushWritesTheCheckpoint) {

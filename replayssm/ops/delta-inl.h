@@ -45,32 +45,94 @@ HWY_INLINE void scale_vector(const float* x, float scale, int size, float* HWY_R
   for (int c = 0; c < size; c += lanes) hn::StoreU(hn::Mul(hn::Set(d, scale), hn::LoadU(d, x + c)), d, out + c);
 }
 
-// One token as one value head sees it. `out` and `state_out` may be null.
+// decays[c] <- e^{g[c]} for all K channels, which one gate serves if gate_size is 1.
+HWY_INLINE void channel_decays(const float* g, int gate_size, int key_size, float* HWY_RESTRICT decays) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  if (gate_size == 1) {
+    const Floats decay = exponential(hn::Set(d, g[0]));
+    for (int c = 0; c < key_size; c += lanes) hn::StoreU(decay, d, decays + c);
+  } else {
+    for (int c = 0; c < key_size; c += lanes) hn::StoreU(exponential(hn::LoadU(d, g + c)), d, decays + c);
+  }
+}
+
+// out <- a b, channel by channel; out may be a or b
+HWY_INLINE void multiply_channels(const float* a, const float* b, int size, float* out) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int c = 0; c < size; c += lanes) hn::StoreU(hn::Mul(hn::LoadU(d, a + c), hn::LoadU(d, b + c)), d, out + c);
+}
+
+// q . k, in the order of sums of pull_back_query.
+HWY_INLINE float product_with_key(const float* q, const float* k, int size) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  Floats sums[2] = {hn::Zero(d), hn::Zero(d)};
+  int c = 0;
+  for (; c + 2 * lanes <= size; c += 2 * lanes) {
+    sums[0] = hn::MulAdd(hn::LoadU(d, q + c), hn::LoadU(d, k + c), sums[0]);
+    sums[1] = hn::MulAdd(hn::LoadU(d, q + c + lanes), hn::LoadU(d, k + c + lanes), sums[1]);
+  }
+  if (c < size) sums[0] = hn::MulAdd(hn::LoadU(d, q + c), hn::LoadU(d, k + c), sums[0]);
+  const Floats sum = hn::Add(sums[0], sums[1]);
+  return hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+// Carries a query back through one record: q <- decays (q + factor k), channel by channel; returns q . older_k, what
+// the record before needs.
+HWY_INLINE float pull_back_query(const float* k, float factor, const float* decays, const float* older_k, int size,
+                                 float* HWY_RESTRICT q) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  const Floats factors = hn::Set(d, factor);
+  Floats sums[2] = {hn::Zero(d), hn::Zero(d)};
+  const auto channels = [&](int c, Floats& sum) HWY_ATTR {
+    const Floats pulled =
+        hn::Mul(hn::LoadU(d, decays + c), hn::MulAdd(factors, hn::LoadU(d, k + c), hn::LoadU(d, q + c)));
+    hn::StoreU(pulled, d, q + c);
+    sum = hn::MulAdd(pulled, hn::LoadU(d, older_k + c), sum);
+  };
+  int c = 0;
+  for (; c + 2 * lanes <= size; c += 2 * lanes) {
+    channels(c, sums[0]);
+    channels(c + lanes, sums[1]);
+  }
+  if (c < size) channels(c, sums[0]);
+  return hn::GetLane(hn::SumOfLanes(d, hn::Add(sums[0], sums[1])));
+}
+
+// One token as one value head sees it. The product of the decayed state with k is taken over the state as it lies
+// there, as read_scale (S read_k): with one gate a head read_k is k and read_scale e^g, with a gate a channel read_k is
+// e^g k and read_scale 1. `out` and `state_out` may be null.
 struct DeltaRecord {
-  const float* k;  // [K] normalised
-  const float* v;  // [V]
-  const float* q;  // [K] normalised and scaled; read only with `out`
-  float decay;     // e^g
+  const float* k;       // [K] normalised
+  const float* read_k;  // [K]
+  const float* decays;  // [K] e^g
+  const float* v;       // [V]
+  const float* q;       // [K] normalised and scaled; read only with `out`
+  float read_scale;
   float beta;
   float* out;        // [V] receives S q after this record
   float* state_out;  // [V, K] receives S after this record
 };
 
-// S <- decay S + d k^T for rows `from` -> `to` (not stored if kStores is false), with d in `corrections`; and the sums
-// over channels of S q and of S next_k that the readout and the next record need.
+// S <- S Diag(decays) + d k^T for rows `from` -> `to` (not stored if kStores is false), with d in `corrections`; and
+// the sums over channels of S q and of S next_k that the readout and the next record need.
 template <int kRows, bool kStores, bool kReads, bool kContinues>
 HWY_INLINE void update_pass(const DeltaRecord& record, const float* next_k, const float* corrections, int key_size,
                             const float* from, float* to, float* HWY_RESTRICT readouts, float* HWY_RESTRICT products) {
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
-  const Floats decay = hn::Set(d, record.decay);
   const float* record_k = record.k;  // in registers: the stores below could alias the record
   const float* record_q = record.q;
+  const float* record_decays = record.decays;
   Floats read[kRows], next[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) read[r] = next[r] = hn::Zero(d);
   for (int c = 0; c < key_size; c += lanes) {
     const Floats k = hn::LoadU(d, record_k + c);
+    const Floats decay = hn::LoadU(d, record_decays + c);
     const Floats q = kReads ? hn::LoadU(d, record_q + c) : k;
     const Floats other_k = kContinues ? hn::LoadU(d, next_k + c) : k;
 #pragma GCC unroll 8
@@ -89,9 +151,9 @@ HWY_INLINE void update_pass(const DeltaRecord& record, const float* next_k, cons
   }
 }
 
-// products[r] <- S[r] . k for kRows rows: what the first record of a run needs.
+// products[r] <- S[r] . read_k for kRows rows: what the first record of a run needs.
 template <int kRows>
-HWY_INLINE void first_products(const float* k_of_first, int key_size, const float* from, float* HWY_RESTRICT products) {
+HWY_INLINE void first_products(const float* read_k, int key_size, const float* from, float* HWY_RESTRICT products) {
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   Floats sums[kRows];
@@ -102,19 +164,19 @@ HWY_INLINE void first_products(const float* k_of_first, int key_size, const floa
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < key_size; c += lanes) {
       hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
-      sums[r] = hn::MulAdd(hn::LoadU(d, from + r * key_size + c), hn::LoadU(d, k_of_first + c), sums[r]);
+      sums[r] = hn::MulAdd(hn::LoadU(d, from + r * key_size + c), hn::LoadU(d, read_k + c), sums[r]);
     }
 #pragma GCC unroll 2
   for (int r = 0; r < kRows; r += 4) sum_lanes_of_4(sums[r], sums[r + 1], sums[r + 2], sums[r + 3], products + r);
 }
 
-// One record for kRows rows that start at `row`: d = beta (v - decay (S k));  S <- decay S + d k^T;  o = S q. Reads S
-// and `products` = S k of this record, leaves those of the next record.
+// One record for kRows rows that start at `row`: d = beta (v - read_scale (S read_k));  S <- S Diag(decays) + d k^T;
+// o = S q. Reads S and `products` = S read_k of this record, leaves those of the next record.
 template <int kRows>
 HWY_INLINE void update_record(const DeltaRecord& record, const float* next_k, int row, int key_size, const float* from,
                               float* to, float* HWY_RESTRICT products) {
   float corrections[kRows], readouts[kRows] = {};
-  for (int r = 0; r < kRows; ++r) corrections[r] = record.beta * (record.v[row + r] - record.decay * products[r]);
+  for (int r = 0; r < kRows; ++r) corrections[r] = record.beta * (record.v[row + r] - record.read_scale * products[r]);
   if (next_k != nullptr) {
     if (record.out != nullptr)
       update_pass<kRows, true, true, true>(record, next_k, corrections, key_size, from, to, readouts, products);
@@ -132,30 +194,43 @@ HWY_INLINE void update_record(const DeltaRecord& record, const float* next_k, in
     for (int r = 0; r < kRows; ++r) record.out[row + r] = readouts[r];
 }
 
-// The conventional recurrence over `count` >= 1 records for kRows rows of one head's state, from `row` on. This is the
-// only place where a state is advanced, so every caller gets the same bits.
-template <int kRows>
+// The conventional recurrence over `count` >= 1 records for kBlocks blocks of kRows rows of one head's state, from
+// `row` on. This is the only place where a state is advanced, so every caller gets the same bits.
+template <int kRows, int kBlocks>
 HWY_INLINE void update_rows(const DeltaRecord* records, int count, int row, int key_size, const float* state,
                             float* scratch) {
+  const ptrdiff_t block_size = static_cast<ptrdiff_t>(kRows) * key_size;
   const ptrdiff_t offset = static_cast<ptrdiff_t>(row) * key_size;
-  const float* from = state + offset;
-  float products[kRows];
-  first_products<kRows>(records[0].k, key_size, from, products);
+  const float* from[kBlocks];
+  float products[kBlocks][kRows];
+  for (int b = 0; b < kBlocks; ++b) {
+    from[b] = state + offset + b * block_size;
+    first_products<kRows>(records[0].read_k, key_size, from[b], products[b]);
+  }
   for (int j = 0; j < count; ++j) {
     const DeltaRecord& record = records[j];
-    float* to = record.state_out != nullptr ? record.state_out + offset : scratch;
-    update_record<kRows>(record, j + 1 < count ? records[j + 1].k : nullptr, row, key_size, from, to, products);
-    from = to;
+    const float* next_k = j + 1 < count ? records[j + 1].read_k : nullptr;
+    if (next_k != nullptr) hwy::Prefetch(records[j + 1].v + row);
+    for (int b = 0; b < kBlocks; ++b) {
+      float* to = (record.state_out != nullptr ? record.state_out + offset : scratch) + b * block_size;
+      update_record<kRows>(record, next_k, row + b * kRows, key_size, from[b], to, products[b]);
+      from[b] = to;
+    }
   }
 }
 
-// update_rows for all rows of a head. `scratch` holds kRowBlock * K floats.
+// update_rows for all rows of a head. `scratch` holds 2 kRowBlock * K floats. Two blocks take turns through a run of
+// records, so that one's sums of lanes hide behind the other's arithmetic; a single record is bound by memory, which
+// prefers one stream.
 HWY_INLINE void update_head(const DeltaRecord* records, int count, int key_size, int value_size, const float* state,
                             float* scratch) {
   int row = 0;
+  if (count > 1)
+    for (; row + 2 * kRowBlock <= value_size; row += 2 * kRowBlock)
+      update_rows<kRowBlock, 2>(records, count, row, key_size, state, scratch);
   for (; row + kRowBlock <= value_size; row += kRowBlock)
-    update_rows<kRowBlock>(records, count, row, key_size, state, scratch);
-  for (; row < value_size; row += 4) update_rows<4>(records, count, row, key_size, state, scratch);
+    update_rows<kRowBlock, 1>(records, count, row, key_size, state, scratch);
+  for (; row < value_size; row += 4) update_rows<4, 1>(records, count, row, key_size, state, scratch);
 }
 
 }  // namespace HWY_NAMESPACE

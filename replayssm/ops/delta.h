@@ -136,6 +136,11 @@ struct DeltaGates {
 };
 void delta_gates(const DeltaGates& args, Device& device);
 
+// The FP32 values of ring_gram for one slot: 0 if it is null.
+inline size_t ring_gram_size(const DeltaShape& shape, int capacity) {
+  return shape.gate_size > 1 ? 0 : static_cast<size_t>(shape.key_heads) * capacity * capacity;
+}
+
 // Throws Error unless `shape` is one that the functions above accept.
 void check_shape(const DeltaShape& shape);
 

@@ -41,9 +41,13 @@ struct PrefillScratch {
   float* read;            // [2 chunk, V] S k, then S q; overwritten by the corrections and the outputs
   float* solve;           // [chunk, chunk] -beta_i k_i.k_j e^{s_i - s_j}
   float* mix;             // [chunk, chunk] q_i.k_j e^{s_i - s_j}
-  float* sums;            // [chunk] s_i
-  float* decays;          // [chunk] e^{s_i}
+  float* decays;          // [chunk] e^{s_i}; with a gate a channel ones, the decays being in the arrays below
+  float* sums;            // [chunk] s_i; with one gate a head, like the next
   float* remaining;       // [chunk] e^{s_last - s_i}
+  float* decayed;         // [2 chunk, K] e^{s_i} k_i, then e^{s_i} q_i; with a gate a channel, like the next two
+  float* carried;         // [chunk, K] e^{s_last - s_j} k_j
+  float* prefix;          // [K] e^{s_last}
+  float* channel_decays;  // [K] e^{g_i}
 };
 
 PrefillScratch take_prefill_scratch(Carver& memory, const DeltaShape& shape) {
@@ -58,9 +62,14 @@ PrefillScratch take_prefill_scratch(Carver& memory, const DeltaShape& shape) {
   scratch.read = memory.take<float>(2 * kChunk * scratch.value_pitch);
   scratch.solve = memory.take<float>(kChunk * kChunk);
   scratch.mix = memory.take<float>(kChunk * kChunk);
+  const bool is_per_channel = shape.gate_size > 1;
   scratch.sums = memory.take<float>(kChunk + kExpPadding);
   scratch.decays = memory.take<float>(kChunk + kExpPadding);
   scratch.remaining = memory.take<float>(kChunk + kExpPadding);
+  scratch.decayed = memory.take<float>(is_per_channel ? 2 * kChunk * K : 0);
+  scratch.carried = memory.take<float>(is_per_channel ? kChunk * K : 0);
+  scratch.prefix = memory.take<float>(is_per_channel ? K : 0);
+  scratch.channel_decays = memory.take<float>(is_per_channel ? K : 0);
   return scratch;
 }
 
@@ -70,8 +79,8 @@ size_t prefill_scratch_bytes(const DeltaShape& shape) {
   return sizes.bytes();
 }
 
-// The keys and queries of a chunk, normalised, and their products with the keys: what all value heads of a key head
-// share. `window` covers the chunk.
+// The keys and queries of a chunk, normalised, and with one gate a head their products with the keys: what all value
+// heads of a key head share. `window` covers the chunk.
 HWY_INLINE void prepare_chunk(const DeltaWindow& window, const PrefillScratch& scratch) {
   const int K = window.shape->key_size, count = window.tokens;
   const int padded = (count + 3) / 4 * 4;
@@ -82,6 +91,7 @@ HWY_INLINE void prepare_chunk(const DeltaWindow& window, const PrefillScratch& s
     scale_vector(q, inverse_norm(q, K) / std::sqrt(static_cast<float>(K)), K,
                  scratch.x + static_cast<ptrdiff_t>(count + t) * K);
   }
+  if (window.shape->gate_size > 1) return;
   // The transposition takes rows by four: the surplus rows are queries, whose columns no product below reads.
   if (2 * count < padded)
     std::fill_n(scratch.x + static_cast<ptrdiff_t>(2 * count) * K, (padded - 2 * count) * K, 0.0f);
@@ -92,13 +102,13 @@ HWY_INLINE void prepare_chunk(const DeltaWindow& window, const PrefillScratch& s
   multiply(products, 0, 2 * count, kChunk, K);
 }
 
-// The decays of a chunk for one value head and the two triangular matrices that they weigh.
+// The decays of a chunk for one value head and the two triangular matrices that they weigh; one gate a head.
 HWY_INLINE void prepare_head(const DeltaWindow& window, int head, const PrefillScratch& scratch) {
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const int count = window.tokens;
   float sum = 0;
-  for (int t = 0; t < count; ++t) scratch.sums[t] = sum += window.g(t, head);
+  for (int t = 0; t < count; ++t) scratch.sums[t] = sum += *window.g(t, head);
   std::fill(scratch.sums + count, scratch.sums + kChunk + kExpPadding, sum);
   for (int t = 0; t < kChunk; ++t) {
     scratch.decays[t] = scratch.sums[t];
@@ -125,6 +135,54 @@ HWY_INLINE void prepare_head(const DeltaWindow& window, int head, const PrefillS
   }
 }
 
+// rows[j] <- decays rows[j] and the products of the result with a and b, for four rows.
+HWY_INLINE void carry_rows(float* rows, const float* decays, const float* a, const float* b, int size,
+                           float* products_a, float* products_b) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  Floats sums_a[4], sums_b[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) sums_a[j] = sums_b[j] = hn::Zero(d);
+  for (int c = 0; c < size; c += lanes) {
+    const Floats decay = hn::LoadU(d, decays + c), in_a = hn::LoadU(d, a + c), in_b = hn::LoadU(d, b + c);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const Floats value = hn::Mul(decay, hn::LoadU(d, rows + j * size + c));
+      hn::StoreU(value, d, rows + j * size + c);
+      sums_a[j] = hn::MulAdd(value, in_a, sums_a[j]);
+      sums_b[j] = hn::MulAdd(value, in_b, sums_b[j]);
+    }
+  }
+  sum_lanes_of_4(sums_a[0], sums_a[1], sums_a[2], sums_a[3], products_a);
+  sum_lanes_of_4(sums_b[0], sums_b[1], sums_b[2], sums_b[3], products_b);
+}
+
+// The same for a gate a channel. A key is carried forward from token to token, multiplied by each token's decays on the
+// way, so there are no exponents but the gates themselves.
+HWY_INLINE void prepare_head_channels(const DeltaWindow& window, int head, const PrefillScratch& scratch) {
+  const int K = window.shape->key_size, count = window.tokens;
+  std::fill_n(scratch.decays, kChunk, 1.0f);
+  std::fill_n(scratch.prefix, K, 1.0f);
+  std::fill_n(scratch.carried, (count + 3) / 4 * 4 * K, 0.0f);  // the rows not yet reached are carried along by fours
+  for (int i = 0; i < count; ++i) {
+    const float* k = scratch.x + static_cast<ptrdiff_t>(i) * K;
+    const float* q = scratch.x + static_cast<ptrdiff_t>(count + i) * K;
+    float* solve = scratch.solve + static_cast<ptrdiff_t>(i) * kChunk;
+    float* mix = scratch.mix + static_cast<ptrdiff_t>(i) * kChunk;
+    if (i + 1 < count)  // a token's gates lie far from the last one's: 10% of the prefill went into waiting for them
+      for (int c = 0; c < K; c += 16) hwy::Prefetch(window.g(i + 1, head) + c);
+    channel_decays(window.g(i, head), K, K, scratch.channel_decays);
+    for (int j = 0; j < i; j += 4)
+      carry_rows(scratch.carried + static_cast<ptrdiff_t>(j) * K, scratch.channel_decays, k, q, K, solve + j, mix + j);
+    for (int j = 0; j < i; ++j) solve[j] *= -window.beta(i, head);
+    mix[i] = product_with_key(q, k, K);
+    std::memcpy(scratch.carried + static_cast<ptrdiff_t>(i) * K, k, sizeof(float) * K);
+    multiply_channels(scratch.prefix, scratch.channel_decays, K, scratch.prefix);
+    multiply_channels(scratch.prefix, k, K, scratch.decayed + static_cast<ptrdiff_t>(i) * K);
+    multiply_channels(scratch.prefix, q, K, scratch.decayed + static_cast<ptrdiff_t>(count + i) * K);
+  }
+}
+
 // The chunk's corrections, by forward substitution: rows 0 .. count-1 of scratch.read from S k to
 // d_i = beta_i (v_i - e^{s_i} S k_i) - sum_{j<i} beta_i k_i.k_j e^{s_i - s_j} d_j.
 HWY_INLINE void solve_corrections(const DeltaWindow& window, int head, const PrefillScratch& scratch) {
@@ -146,17 +204,25 @@ HWY_INLINE void run_chunk(const DeltaWindow& window, int head, float* state, con
                           ptrdiff_t out_stride) {
   const int K = window.shape->key_size, V = window.shape->value_size, count = window.tokens;
   const ptrdiff_t pitch = scratch.value_pitch;
-  prepare_head(window, head, scratch);
-  const Product read = {scratch.x, K, 1, state, pitch, scratch.read, pitch, nullptr, 0};
+  const bool is_per_channel = window.shape->gate_size > 1;
+  if (is_per_channel)
+    prepare_head_channels(window, head, scratch);
+  else
+    prepare_head(window, head, scratch);
+  const Product read = {
+      is_per_channel ? scratch.decayed : scratch.x, K, 1, state, pitch, scratch.read, pitch, nullptr, 0};
   multiply(read, 0, 2 * count, scratch.value_columns, K);
   solve_corrections(window, head, scratch);
   float* outputs = scratch.read + count * pitch;
   multiply_triangle({scratch.mix, kChunk, 1, scratch.read, pitch, outputs, pitch, scratch.decays, 1}, count,
                     scratch.value_columns, /*diagonal=*/1);
   for (int t = 0; t < count; ++t) std::memcpy(out + t * out_stride, outputs + t * pitch, sizeof(float) * V);
-  for (int t = 0; t < count; ++t)
-    for (int c = 0; c < scratch.value_columns; ++c) scratch.read[t * pitch + c] *= scratch.remaining[t];
-  const Product advance = {scratch.x, 1, K, scratch.read, pitch, state, pitch, scratch.decays + count - 1, 0};
+  Product advance = {scratch.carried, 1, K, scratch.read, pitch, state, pitch, scratch.prefix, 1};
+  if (!is_per_channel) {
+    for (int t = 0; t < count; ++t)
+      for (int c = 0; c < scratch.value_columns; ++c) scratch.read[t * pitch + c] *= scratch.remaining[t];
+    advance = {scratch.x, 1, K, scratch.read, pitch, state, pitch, scratch.decays + count - 1, 0};
+  }
   multiply(advance, 0, K, scratch.value_columns, count);
 }
 

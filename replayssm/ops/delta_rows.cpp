@@ -11,7 +11,8 @@ void check_shape(const DeltaShape& shape) {
           "delta: expected a key size of 16 to 256, a multiple of 16, got {}", shape.key_size);
   require(shape.value_size >= 4 && shape.value_size <= 1024 && shape.value_size % 4 == 0,
           "delta: expected a value size of 4 to 1024, a multiple of 4, got {}", shape.value_size);
-  require(shape.gate_size == 1, "delta: expected one gate a head (gate size 1), got gate size {}", shape.gate_size);
+  require(shape.gate_size == 1 || shape.gate_size == shape.key_size,
+          "delta: expected a gate size of 1 or the key size of {}, got {}", shape.key_size, shape.gate_size);
 }
 
 void check_call(const char* op, const DeltaState& state, const StateRows& rows, Device& device,

@@ -31,7 +31,9 @@ struct DeltaWindow {
   const float* v(int t, int head) const {
     return inputs->v + (first_token + t) * inputs->v_stride + static_cast<ptrdiff_t>(head) * shape->value_size;
   }
-  float g(int t, int head) const { return inputs->g[(first_token + t) * shape->heads + head]; }
+  const float* g(int t, int head) const {
+    return inputs->g + ((first_token + t) * shape->heads + head) * shape->gate_size;
+  }
   float beta(int t, int head) const { return inputs->beta[(first_token + t) * shape->heads + head]; }
 };
 
@@ -53,17 +55,17 @@ inline DeltaWindow window_of(const DeltaState& state, const StateRows& rows, con
 struct RingView {
   float* k;
   float* k_scale;
-  float* gram;
+  float* gram;  // null with a gate a channel
 };
 inline RingView ring_view(const DeltaState& state, int32_t slot, int key_head) {
   const int64_t index = static_cast<int64_t>(slot) * state.shape.key_heads + key_head;
   const int64_t C = state.capacity;
   return {state.ring_k + index * C * state.shape.key_size, state.ring_k_scale + index * C,
-          state.ring_gram + index * C * C};
+          state.shape.gate_size > 1 ? nullptr : state.ring_gram + index * C * C};
 }
 struct HeadRing {
   float* v;
-  float* g;
+  float* decay;
   float* beta;
 };
 inline HeadRing head_ring_view(const DeltaState& state, int32_t slot, int head) {

@@ -20,6 +20,8 @@ HWY_BEFORE_NAMESPACE();
 namespace replayssm {
 namespace HWY_NAMESPACE {
 
+inline constexpr int kLineFloats = 16;  // of a cache line
+
 // A of a head: a token's log-decay is A dt'.
 inline float decay_rate(const Mamba2Heads& heads, int head) {
   return -std::exp(heads.a_log[head]);
@@ -72,7 +74,7 @@ HWY_INLINE void update_columns(const Mamba2Run& run, int row, int column, const 
   Floats state[kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kVectors; ++i) {
-    hwy::Prefetch(from + i * lanes + kPrefetchFloats);
+    if (i * lanes % kLineFloats == 0) hwy::Prefetch(from + i * lanes + kPrefetchFloats);
     state[i] = hn::LoadU(d, from + i * lanes);
   }
   int j = 0;
@@ -115,18 +117,20 @@ HWY_INLINE void update_head(const Mamba2Run& run, const Mamba2Shape& shape, floa
   }
 }
 
-// out <- scale x, of one head.
-HWY_INLINE void scale_input(const float* x, float scale, int size, float* HWY_RESTRICT out) {
+// out <- scale x, of one head and token. `x` may be `out`.
+HWY_INLINE void scale_input(const float* x, float scale, int size, float* out) {
   const Floats factor = hn::Set(FloatTag(), scale);
   for_each_vector(size, [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Mul(factor, load(x)), out); });
 }
 
-// out <- out + d x, then out <- out silu(z), of one head and token; both d and z may be null.
-HWY_INLINE void finish_output(const float* d, const float* x, const float* z, int size, float* out) {
+// out <- (sum + d x) silu(z), of one head and token; d and z may be null: left out. `sum` may be `out`.
+HWY_INLINE void finish_output(const float* sum, const float* d, const float* x, const float* z, int size, float* out) {
   if (d != nullptr) {
     const Floats scale = hn::Set(FloatTag(), *d);
     for_each_vector(
-        size, [&](const auto& load, const auto& store) HWY_ATTR { store(hn::MulAdd(scale, load(x), load(out)), out); });
+        size, [&](const auto& load, const auto& store) HWY_ATTR { store(hn::MulAdd(scale, load(x), load(sum)), out); });
+  } else if (sum != out) {
+    for_each_vector(size, [&](const auto& load, const auto& store) HWY_ATTR { store(load(sum), out); });
   }
   if (z != nullptr)
     for_each_vector(

@@ -113,7 +113,7 @@ void run_recurrence(const Mamba2Window& window, const Mamba2Heads& heads, int st
     run.state_out = checkpoint_of(state, window.checkpoint_out, head);
     update_head(run, state.shape, scratch.sums);
     for (int t = 0; t < window.tokens; ++t)
-      finish_output(heads.d == nullptr ? nullptr : heads.d + head, window.x(window.history + t, head),
+      finish_output(scratch.outs[t], heads.d == nullptr ? nullptr : heads.d + head, window.x(window.history + t, head),
                     window.z(t, head), P, scratch.outs[t]);
   }
 }
@@ -168,8 +168,8 @@ void read_direct(const Mamba2Window& window, const Mamba2Heads& heads, float* ou
     }
     read_head(checkpoint_of(state, window.checkpoint_in, head), N, P, T, scratch.c, scratch.scales, scratch.outs);
     for (int t = 0; t < T; ++t)
-      finish_output(heads.d == nullptr ? nullptr : heads.d + head, scratch.x[window.history + t], window.z(t, head), P,
-                    scratch.outs[t]);
+      finish_output(scratch.outs[t], heads.d == nullptr ? nullptr : heads.d + head, scratch.x[window.history + t],
+                    window.z(t, head), P, scratch.outs[t]);
   }
 }
 

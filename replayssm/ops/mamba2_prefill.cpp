@@ -128,12 +128,22 @@ HWY_INLINE void prepare_head(const Mamba2Window& window, int head, float rate, c
   }
 }
 
+// A head's inputs and outputs lie far apart from token to token, so the hardware foresees none of them.
+HWY_INLINE void prefetch_head(const Mamba2Window& window, int head, const float* out, ptrdiff_t out_stride) {
+  for (int t = 0; t < window.tokens; ++t)
+    for (int p = 0; p < window.state->shape.head_size; p += kLineFloats) {
+      hwy::Prefetch(window.x(t, head) + p);
+      hwy::Prefetch(out + t * out_stride + p);
+    }
+}
+
 // One head's share of a chunk: outputs, and the state [P, N] moved past the chunk.
 HWY_INLINE void run_chunk(const Mamba2Window& window, const Mamba2Heads& heads, int head, float* state,
                           const PrefillScratch& scratch, float* out, ptrdiff_t out_stride) {
   const int P = window.state->shape.head_size, N = window.state->shape.state_size, count = window.tokens;
   const int columns = static_cast<int>(scratch.head_pitch) - kPitchPadding;
   prepare_head(window, head, decay_rate(heads, head), scratch);
+  if (head + 1 < window.head_end) prefetch_head(window, head + 1, out + P, out_stride);
   for (int t = 0; t < count; ++t)
     scale_input(window.x(t, head), window.dt(t, head), P, scratch.x + t * scratch.head_pitch);
   multiply({state, N, 1, scratch.queries, scratch.token_pitch, scratch.turned, scratch.token_pitch, nullptr, 0}, 0, P,
@@ -142,13 +152,11 @@ HWY_INLINE void run_chunk(const Mamba2Window& window, const Mamba2Heads& heads, 
   multiply_triangle({scratch.mix, scratch.token_pitch, 1, scratch.x, scratch.head_pitch, scratch.y, scratch.head_pitch,
                      scratch.decays, 1},
                     count, columns, /*diagonal=*/1);
-  for (int t = 0; t < count; ++t) {
-    std::memcpy(out + t * out_stride, scratch.y + t * scratch.head_pitch, sizeof(float) * P);
-    finish_output(heads.d == nullptr ? nullptr : heads.d + head, window.x(t, head), window.z(t, head), P,
-                  out + t * out_stride);
-  }
   for (int t = 0; t < count; ++t)
-    for (int p = 0; p < columns; ++p) scratch.x[t * scratch.head_pitch + p] *= scratch.remaining[t];
+    finish_output(scratch.y + t * scratch.head_pitch, heads.d == nullptr ? nullptr : heads.d + head, window.x(t, head),
+                  window.z(t, head), P, out + t * out_stride);
+  for (int t = 0; t < count; ++t)
+    scale_input(scratch.x + t * scratch.head_pitch, scratch.remaining[t], P, scratch.x + t * scratch.head_pitch);
   multiply({scratch.x, 1, scratch.head_pitch, scratch.b, scratch.state_pitch, state, N, scratch.decays + count - 1, 0},
            0, P, N, count);
 }

@@ -7,7 +7,6 @@
 #define REPLAYSSM_OPS_RECORDS_INL_H_
 #endif
 
-#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -65,7 +64,9 @@ HWY_INLINE void weighted_sum(const float* start, const float* const* rows, const
     weighted_sum_columns<hn::CappedTag<float, 4>, 1>(narrow, start, rows, weights, count, column, out);
 }
 
-// products_a[j] <- rows[j] . a and products_b[j] <- rows[j] . b. Room up to a multiple of 4 of `count`.
+// products_a[j] <- rows[j] . a and products_b[j] <- rows[j] . b. Both have room up to a multiple of 4: `count` and
+// kProductPadding.
+inline constexpr int kProductPadding = 3;
 HWY_INLINE void products_with_2(const float* const* rows, int count, const float* a, const float* b, int size,
                                 float* products_a, float* products_b) {
   const FloatTag d;
@@ -94,7 +95,8 @@ HWY_INLINE void products_with_2(const float* const* rows, int count, const float
 }
 
 // out[t][row + r] += scales[t] (S u[t])[row + r] for four rows and kQueries queries. Row after row: the hardware
-// recognises one ascending stream of memory, not several at once.
+// recognises one ascending stream of memory, not several at once. A stream that is only read needs no asking ahead (78%
+// of the read roof with, 95% without; EPYC, family 25).
 template <int kQueries>
 HWY_INLINE void read_rows(const float* state, int row, int key_size, const float* const* u, const float* scales,
                           float* const* out) {
@@ -107,7 +109,6 @@ HWY_INLINE void read_rows(const float* state, int row, int key_size, const float
 #pragma GCC unroll 4
     for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::Zero(d);
     for (int c = 0; c < key_size; c += lanes) {
-      hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
       const Floats value = hn::LoadU(d, from + r * key_size + c);
 #pragma GCC unroll 4
       for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::MulAdd(value, hn::LoadU(d, u[t] + c), sums[t][r]);

@@ -12,9 +12,11 @@ namespace replayssm {
 // is not a live sequence, if its step was aborted or a step is begun, or if the file cannot be written.
 //
 // The file is a safetensors file, all tensors F32, h the history and n the tokens of the cursor:
-//   layers.<i>.checkpoint [H, V, K]      layers.<i>.ring_k [G, h, K], ring_k_scale [G, h], ring_gram [G, h, h] (row:
-//   the later record; zero unless the column is earlier), ring_v [H, h, V], ring_decay [H, h, gate], ring_beta [H, h]
-//   layers.<i>.convolution [W - 1, channels], the last inputs      layers.<i>.k, layers.<i>.v [M, n, D]
+//   layers.<i>.checkpoint [H, V, K]
+//   layers.<i>.ring_<name> [heads, h, size]   each array of the layer's ring as recurrent_arrays lists them; of a square
+//                                             one [heads, h, h] (row: the later record; zero unless the column is earlier)
+//   layers.<i>.convolution [W - 1, channels]  the last inputs
+//   layers.<i>.k, layers.<i>.v [M, n, D]      no v of a layer that keeps latents
 // Records, inputs and keys lie in the order of their tokens, so the file does not depend on the pool's sizes. Its
 // metadata: format, version, model, layers, precision, base, history and checksum, the XXH3-64 of everything else.
 void save_session(StatePool& pool, Handle handle, const std::string& path);

@@ -1,10 +1,16 @@
-// Float64 oracle of the delta rule, written from docs/math.md section 1: one token at a time, no replay, no chunks.
+// Float64 oracle of the delta rule and its gates, written from docs/math.md: one token at a time, no replay, no chunks.
 #pragma once
 
 #include <cmath>
 #include <vector>
 
 namespace replayssm::ref {
+
+// One log-decay from its pre-activation: the softplus form, or with a lower bound < 0 the bounded form.
+inline double delta_gate(double a, double dt_bias, double a_log, double lower_bound) {
+  const double x = a + dt_bias, rate = std::exp(a_log);
+  return lower_bound < 0 ? lower_bound / (1 + std::exp(-rate * x)) : -rate * std::log1p(std::exp(x));
+}
 
 // The state [H, V, K] of one sequence. gate_size is 1 or K.
 struct DeltaSequence {
