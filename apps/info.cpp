@@ -27,8 +27,10 @@ std::string_view name_of(Activation activation) {
 BlockText describe(const DeltaConfig& delta) {
   const DeltaShape& shape = delta.shape;
   return {'D', "delta rule",
-          fmt::format("{} value heads of {}, {} key heads of {}, convolution of width {} over {} channels", shape.heads,
-                      shape.value_size, shape.key_heads, shape.key_size, delta.conv_width, delta.conv_channels())};
+          fmt::format("{} value heads of {}, {} key heads of {}, convolution of width {} over {} channels{}{}",
+                      shape.heads, shape.value_size, shape.key_heads, shape.key_size, delta.conv_width,
+                      delta.conv_channels(), shape.gate_size > 1 ? ", a gate a key channel" : "",
+                      delta.lower_bound < 0 ? fmt::format(" of {} or more", delta.lower_bound) : "")};
 }
 
 BlockText describe(const Mamba2Config& mamba) {
@@ -43,6 +45,12 @@ BlockText describe(const AttentionConfig& attention) {
   return {'A', "attention",
           fmt::format("{} query heads and {} key/value heads of {}, {} dimensions rotate", attention.query_heads,
                       attention.kv_heads, attention.head_size, attention.rotary_size)};
+}
+
+BlockText describe(const LatentAttentionConfig& attention) {
+  return {'L', "latent attention",
+          fmt::format("{} heads of {} + {}, values of {}, a latent of {}, none rotate", attention.heads,
+                      attention.nope_size, attention.rope_size, attention.value_size, attention.latent_size)};
 }
 
 BlockText describe(const FeedForwardConfig& feed_forward) {

@@ -1,4 +1,5 @@
-// Attention: the oracle, splits of a prompt, batches, threads, pages in any order, padding rows, bad numbers.
+// Attention: the oracle, latent caches, splits of a prompt, batches, threads, pages in any order, padding rows, bad
+// numbers.
 #include "replayssm/ops/attention.h"
 
 #include <gtest/gtest.h>
@@ -20,10 +21,17 @@ using namespace replayssm::test;
 
 struct Heads {
   int query_heads, kv_heads, size, page_tokens;
-};
-const Heads kHeads[] = {{8, 2, 64, 16}, {4, 4, 20, 64}, {6, 1, 256, 7}, {5, 1, 17, 128}, {2, 2, 1, 1}, {40, 1, 48, 32}};
+  int latent_size = 0;
 
-// One sequence's q, k, v in rows of a projection, [positions, Q + 2 M, D].
+  int value_size() const { return latent_size > 0 ? latent_size : size; }
+  int width() const { return query_heads * value_size(); }  // of a token's output
+};
+// The last five keep latents: the sizes of Kimi-Linear, odd ones, nothing beside the latent, two heads of them.
+const Heads kHeads[] = {{8, 2, 64, 16},     {4, 4, 20, 64},     {6, 1, 256, 7},        {5, 1, 17, 128},
+                        {2, 2, 1, 1},       {40, 1, 48, 32},    {32, 1, 576, 16, 512}, {3, 1, 44, 5, 35},
+                        {5, 1, 24, 64, 24}, {20, 1, 33, 16, 1}, {6, 2, 40, 7, 32}};
+
+// One sequence's q, k, v in rows of a projection, [positions, Q + 2 M, D]; a latent cache leaves the values alone.
 struct Sequence {
   Sequence(const Heads& h, int64_t positions, uint64_t seed) : stride((h.query_heads + 2 * h.kv_heads) * h.size) {
     std::mt19937_64 random(seed);
@@ -38,7 +46,7 @@ struct Cache {
   Cache(const Heads& h, int slots, int64_t positions) : heads(h), table_stride(positions / h.page_tokens + 1) {
     const int64_t pages = slots * table_stride;
     k = poisoned(pages * h.kv_heads * h.page_tokens * h.size);
-    v = k;
+    if (h.latent_size == 0) v = k;
     page_table.resize(pages);
     std::iota(page_table.begin(), page_table.end(), 0);
     std::mt19937_64 random(9);
@@ -51,7 +59,7 @@ struct Cache {
     int64_t begin, end;
   };
 
-  // Appends and attends; returns [N, Q, D].
+  // Appends and attends; returns [N, Q, E].
   std::vector<float> run(const std::vector<Row>& rows, Device& device) {
     std::vector<int32_t> slot, history, token_begin = {0}, table;
     std::vector<int64_t> base;
@@ -69,13 +77,15 @@ struct Cache {
         q.insert(q.end(), row.sequence->rows.begin() + row.begin * stride,
                  row.sequence->rows.begin() + row.end * stride);
     }
-    std::vector<float> out = poisoned(token_begin.back() * heads.query_heads * heads.size);
+    std::vector<float> out = poisoned(token_begin.back() * heads.width());
+    const bool has_values = heads.latent_size == 0;
     Attention args{.cache = {.kv_heads = heads.kv_heads,
                              .head_size = heads.size,
+                             .latent_size = heads.latent_size,
                              .pages = static_cast<int64_t>(page_table.size()),
                              .page_tokens = heads.page_tokens,
                              .k = k.data(),
-                             .v = v.data()},
+                             .v = has_values ? v.data() : nullptr},
                    .pages = {.page_table = table.data(), .table_stride = static_cast<int>(table_stride)},
                    .rows = {.count = static_cast<int>(rows.size()),
                             .slot = slot.data(),
@@ -86,7 +96,7 @@ struct Cache {
                    .scale = 1.0f / std::sqrt(static_cast<float>(heads.size)),
                    .q = q.data(),
                    .k = q.data() + heads.query_heads * heads.size,
-                   .v = q.data() + (heads.query_heads + heads.kv_heads) * heads.size,
+                   .v = has_values ? q.data() + (heads.query_heads + heads.kv_heads) * heads.size : nullptr,
                    .q_stride = stride,
                    .k_stride = stride,
                    .v_stride = stride,
@@ -111,16 +121,17 @@ std::vector<double> expected_output(const Heads& h, const Sequence& sequence, in
   for (int64_t p = 0; p <= position; ++p) {
     const auto keys = row(p) + h.query_heads * h.size, values = keys + h.kv_heads * h.size;
     k.insert(k.end(), keys, values);
-    v.insert(v.end(), values, values + h.kv_heads * h.size);
+    if (h.latent_size == 0) v.insert(v.end(), values, values + h.kv_heads * h.size);
+    for (int m = 0; m < h.kv_heads; ++m) v.insert(v.end(), keys + m * h.size, keys + m * h.size + h.latent_size);
   }
-  return ref::attention(q, k, v, h.query_heads, h.kv_heads, h.size, position + 1,
+  return ref::attention(q, k, v, h.query_heads, h.kv_heads, h.size, h.value_size(), position + 1,
                         1 / std::sqrt(static_cast<double>(h.size)));
 }
 
 TEST(Attention, PrefillMatchesTheOracle) {
   Device device(2);
   for (const Heads& h : kHeads) {
-    const int64_t positions = 200, width = h.query_heads * h.size;
+    const int64_t positions = 200, width = h.width();
     const Sequence sequence(h, positions, 1);
     Cache cache(h, 1, positions);
     const std::vector<float> out = cache.run({{&sequence, 0, 0, positions}}, device);
@@ -136,7 +147,7 @@ TEST(Attention, PrefillMatchesTheOracle) {
 
 TEST(Attention, BitsDependOnNeitherSplitNorBatchNorThreadsNorPages) {
   for (const Heads& h : kHeads) {
-    const int64_t positions = 150, width = h.query_heads * h.size;
+    const int64_t positions = 150, width = h.width();
     const Sequence a(h, positions, 2), b(h, positions, 3);
     Device one(1);
     Cache whole(h, 2, positions);
@@ -171,9 +182,26 @@ TEST(Attention, BitsDependOnNeitherSplitNorBatchNorThreadsNorPages) {
   }
 }
 
+// A latent cache sees what a cache of the same keys and of values cut off behind the latent sees.
+TEST(Attention, ALatentCacheHasTheBitsOfItsKeysAsValues) {
+  const Heads latent{6, 1, 72, 16, 64}, plain{6, 1, 72, 16};
+  const int64_t positions = 140;
+  const Sequence given(latent, positions, 6);
+  Sequence doubled = given;
+  for (int64_t p = 0; p < positions; ++p) {
+    const auto keys = doubled.rows.begin() + p * doubled.stride + latent.query_heads * latent.size;
+    std::copy_n(keys, latent.size, keys + latent.size);
+  }
+  Device device(2);
+  const std::vector<float> out = Cache(latent, 1, positions).run({{&given, 0, 0, positions}}, device);
+  const std::vector<float> wide = Cache(plain, 1, positions).run({{&doubled, 0, 0, positions}}, device);
+  for (int64_t head = 0; head < positions * latent.query_heads; ++head)
+    EXPECT_TRUE(same_bits(std::span(out).subspan(head * 64, 64), std::span(wide).subspan(head * 72, 64))) << head;
+}
+
 TEST(Attention, ABadNumberStaysInItsRowAndFuture) {
   const Heads h = kHeads[0];
-  const int64_t positions = 100, width = h.query_heads * h.size;
+  const int64_t positions = 100, width = h.width();
   const Sequence good(h, positions, 4);
   Sequence bad = good;
   const int64_t at = 70;
@@ -212,19 +240,20 @@ TEST(Attention, RefusesWrongArguments) {
   std::vector<float> floats(4096, 1.0f), out = poisoned(4 * 32);
   std::vector<int32_t> slot = {0}, history = {1}, token_begin = {0, 4}, table = {0, 1};
   std::vector<int64_t> base = {2};
-  const Attention good{.cache = {2, 8, 2, 4, floats.data(), floats.data()},
-                       .pages = {table.data(), 2},
-                       .rows = {1, slot.data(), base.data(), history.data()},
-                       .token_begin = token_begin.data(),
-                       .query_heads = 4,
-                       .scale = 1,
-                       .q = floats.data(),
-                       .k = floats.data(),
-                       .v = floats.data(),
-                       .q_stride = 32,
-                       .k_stride = 16,
-                       .v_stride = 16,
-                       .out = out.data()};
+  const Attention good{
+      .cache = {.kv_heads = 2, .head_size = 8, .pages = 2, .page_tokens = 4, .k = floats.data(), .v = floats.data()},
+      .pages = {table.data(), 2},
+      .rows = {1, slot.data(), base.data(), history.data()},
+      .token_begin = token_begin.data(),
+      .query_heads = 4,
+      .scale = 1,
+      .q = floats.data(),
+      .k = floats.data(),
+      .v = floats.data(),
+      .q_stride = 32,
+      .k_stride = 16,
+      .v_stride = 16,
+      .out = out.data()};
   const auto bytes = std::as_writable_bytes(std::span(workspace.data(), workspace.size()));
   const auto refused = [&](auto change) {
     Attention bad = good;
@@ -237,6 +266,13 @@ TEST(Attention, RefusesWrongArguments) {
   refused([](Attention& a) { a.pages.table_stride = 1; });
   refused([](Attention& a) { a.q = nullptr; });
   refused([](Attention& a) { a.cache.k = nullptr; });
+  refused([](Attention& a) { a.cache.v = nullptr; });
+  refused([](Attention& a) { a.v = nullptr; });
+  refused([](Attention& a) { a.cache.latent_size = 8; });
+  refused([](Attention& a) { a.cache.latent_size = 8, a.v = nullptr; });
+  refused([](Attention& a) { a.cache.latent_size = 8, a.cache.v = nullptr; });
+  refused([](Attention& a) { a.cache.latent_size = 9, a.v = a.cache.v = nullptr; });
+  refused([](Attention& a) { a.cache.latent_size = -1; });
   EXPECT_THROW(attention(good, device, bytes.first(8)), Error);
   table[1] = -1;
   EXPECT_THROW(attention(good, device, bytes), Error);

@@ -296,7 +296,7 @@ TEST(Config, RefusesWhatIsNotSupported) {
     const char* patch;
     const char* line;
   } cases[] = {
-      {R"({"model_type": "llama"})", "qwen3_5_moe_text, qwen3_next or nemotron_h, got \"llama\""},
+      {R"({"model_type": "llama"})", "qwen3_next, nemotron_h or kimi_linear, got \"llama\""},
       {R"({"model_type": "qwen3_5_moe_text"})", "num_experts: expected an integer in 1 .. 16384, got nothing"},
       {R"({"hidden_act": "gelu"})", "hidden_act: expected \"silu\" (nothing else is supported), got \"gelu\""},
       {R"({"attention_bias": true})", "attention_bias: expected false"},

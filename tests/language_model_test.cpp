@@ -18,8 +18,17 @@ namespace {
 using namespace replayssm::test;
 
 constexpr int kPrompt = 70;
-const char* const kModels[] = {"qwen3_5-tiny",        "qwen3_next-tiny", "qwen3_5_moe-tiny",
-                               "qwen3_next_moe-tiny", "nemotron_h-tiny", "nemotron_h_moe-tiny"};
+const char* const kModels[] = {"qwen3_5-tiny",
+                               "qwen3_next-tiny",
+                               "qwen3_5_moe-tiny",
+                               "qwen3_next_moe-tiny",
+                               "nemotron_h-tiny",
+                               "nemotron_h_moe-tiny",
+                               "kimi_linear-tiny",
+                               "kimi_linear_respelled-tiny",
+                               "kimi_linear_bounded-tiny"};
+// One of each kind of block, for the tests that need no more.
+constexpr const char* kKinds[] = {"qwen3_5-tiny", "qwen3_5_moe-tiny", "nemotron_h-tiny", "kimi_linear-tiny"};
 
 const ModelFixture& fixture(const std::string& name) {
   static std::map<std::string, std::unique_ptr<ModelFixture>> fixtures;
@@ -97,17 +106,22 @@ void expect_no_trace_of_rejected_tokens(const std::string& name) {
 }
 
 TEST(LanguageModel, RejectedTokensChangeNothing) {
-  for (const char* name : kModels) expect_no_trace_of_rejected_tokens(name);
+  for (const char* name : kKinds) expect_no_trace_of_rejected_tokens(name);
+}
+
+// The first layer of a kind in the model's pool.
+template <typename Layer>
+int first_layer(const std::string& name) {
+  const std::vector<StateLayer> layers = state_layout(fixture(name).config, "", 1, 1, 16).layers;
+  return static_cast<int>(
+      std::ranges::find_if(layers, [](const auto& layer) { return std::holds_alternative<Layer>(layer); }) -
+      layers.begin());
 }
 
 TEST(LanguageModel, CorruptedStateIsSeen) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
-    const int recurrent = 0;
-    const std::vector<StateLayer> layers = state_layout(fixture(name).config, "", 1, 1, 16).layers;
-    const int attention = static_cast<int>(
-        std::ranges::find_if(layers, [](const auto& l) { return std::holds_alternative<AttentionLayer>(l); }) -
-        layers.begin());
+    const int recurrent = 0, attention = first_layer<AttentionLayer>(name);
     const std::function<void(ModelRig&, Handle)> faults[] = {
         [&](ModelRig& rig, Handle row) {
           const int64_t size = rig.pool.arrays(recurrent)->checkpoint_floats();
@@ -135,8 +149,9 @@ TEST(LanguageModel, CorruptedStateIsSeen) {
         },
         [&](ModelRig& rig, Handle) {
           KvCache cache = rig.pool.kv_cache(attention);
+          float* values = cache.latent_size > 0 ? cache.k : cache.v;
           for (int64_t i = 0; i < cache.pages * cache.kv_heads * cache.page_tokens * cache.head_size; ++i)
-            cache.v[i] *= -1;
+            values[i] *= -1;
         },
     };
     for (size_t f = 0; f <= std::size(faults); ++f) {
@@ -343,7 +358,7 @@ void expect_bad_number_in_its_row(const std::string& name) {
 }
 
 TEST(LanguageModel, ABadNumberStaysInItsRow) {
-  for (const char* name : kModels) expect_bad_number_in_its_row(name);
+  for (const char* name : kKinds) expect_bad_number_in_its_row(name);
 }
 
 // A step asks for no memory: neither the plan, nor the forward pass, nor the commit, in any of the decoders.
@@ -371,7 +386,7 @@ void expect_steps_without_allocations(const std::string& name) {
 }
 
 TEST(LanguageModel, StepsAllocateNothing) {
-  for (const char* name : kModels) expect_steps_without_allocations(name);
+  for (const char* name : kKinds) expect_steps_without_allocations(name);
 }
 
 TEST(LanguageModel, RefusesWrongSteps) {

@@ -1,6 +1,6 @@
 // A small hybrid model for the laws of the state pool: two delta layers with their convolutions, one with a gate a head
-// and one with a gate a channel, and one layer of keys and values, each fed by a table of token features. Its sequences
-// are driven by scripts of windows and acceptances.
+// and one with a gate a channel, a layer of keys and values and one of latents, each fed by a table of token features.
+// Its sequences are driven by scripts of windows and acceptances.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +26,8 @@ inline StateLayout mini_layout(int window, int max_step_tokens) {
   layout.layers = {
       DeltaLayer{{.heads = 4, .key_heads = 2, .key_size = 16, .value_size = 8}, 2 * 2 * 16 + 4 * 8, 4},
       AttentionLayer{2, 4},
-      DeltaLayer{
-          {.heads = 3, .key_heads = 3, .key_size = 32, .value_size = 4, .gate_size = 32}, 2 * 3 * 32 + 3 * 4, 3}};
+      DeltaLayer{{.heads = 3, .key_heads = 3, .key_size = 32, .value_size = 4, .gate_size = 32}, 2 * 3 * 32 + 3 * 4, 3},
+      AttentionLayer{1, 6, 5}};
   layout.window = window;
   layout.max_step_tokens = max_step_tokens;
   layout.page_tokens = 8;
@@ -41,7 +41,8 @@ inline constexpr int kGroup = 2;
 inline size_t layer_output_size(const StateLayer& layer) {
   if (const auto* delta = std::get_if<DeltaLayer>(&layer)) return delta->shape.heads * delta->shape.value_size;
   const auto& attention = std::get<AttentionLayer>(layer);
-  return kGroup * attention.kv_heads * attention.head_size;
+  const int value_size = attention.latent_size > 0 ? attention.latent_size : attention.head_size;
+  return kGroup * attention.kv_heads * value_size;
 }
 
 using Outputs = std::vector<std::vector<float>>;  // [rows] of [tokens * the output size]
@@ -171,7 +172,7 @@ class MiniModel {
     const int queries = kGroup * cache.kv_heads * cache.head_size, keys = cache.kv_heads * cache.head_size;
     const int width = queries + 2 * keys;
     const std::vector<float> qkv = gather(tables_[index].features, tokens, width);
-    std::vector<float> out = poisoned(tokens.size() * queries);
+    std::vector<float> out = poisoned(tokens.size() * layer_output_size(layout_.layers[index]));
     attention({.cache = cache,
                .pages = plan.pages,
                .rows = rows,
@@ -180,7 +181,7 @@ class MiniModel {
                .scale = 0.5f,
                .q = qkv.data(),
                .k = qkv.data() + queries,
-               .v = qkv.data() + queries + keys,
+               .v = cache.latent_size > 0 ? nullptr : qkv.data() + queries + keys,
                .q_stride = width,
                .k_stride = width,
                .v_stride = width,
@@ -284,7 +285,7 @@ inline std::vector<uint32_t> pool_bits(StatePool& pool) {
       const KvCache cache = pool.kv_cache(layer);
       const int64_t count = cache.pages * cache.kv_heads * cache.page_tokens * cache.head_size;
       add(cache.k, count);
-      add(cache.v, count);
+      if (cache.latent_size == 0) add(cache.v, count);
     }
   }
   return bits;

@@ -71,8 +71,9 @@ TEST(Norm, GatedRmsNormMatchesTheOracle) {
     const std::vector<float> x = random_normal(random, tokens * x_stride, 0.01f);
     const std::vector<float> z = random_normal(random, tokens * z_stride, 4.0f);
     const std::vector<float> weight = random_normal(random, size, 0.5f, 1.0f);
-    for (int threads : {1, 2, 3}) {
-      Device device(threads);
+    for (int i = 0; i < 4; ++i) {
+      const bool has_sigmoid_gate = i == 3;
+      Device device(i % 3 + 1);
       std::vector<float> y = poisoned(tokens * y_stride);
       gated_rms_norm({.tokens = tokens,
                       .heads = heads,
@@ -82,17 +83,23 @@ TEST(Norm, GatedRmsNormMatchesTheOracle) {
                       .x_stride = x_stride,
                       .z_stride = z_stride,
                       .weight = weight.data(),
+                      .has_sigmoid_gate = has_sigmoid_gate,
                       .eps = 1e-6f,
                       .y = y.data(),
                       .y_stride = y_stride},
                      device);
       for (int64_t n = 0; n < tokens; ++n) {
         for (int h = 0; h < heads; ++h) {
-          const auto expected = ref::gated_rms_norm(std::span(x).subspan(n * x_stride + h * size, size),
-                                                    std::span(z).subspan(n * z_stride + h * size, size), weight, 1e-6);
-          EXPECT_LE(relative_error(std::span(y).subspan(n * y_stride + h * size, size), expected), kFloat32Bound);
+          const auto given = std::span(y).subspan(n * y_stride + h * size, size);
+          const auto expected = [&](bool is_sigmoid) {
+            return ref::gated_rms_norm(std::span(x).subspan(n * x_stride + h * size, size),
+                                       std::span(z).subspan(n * z_stride + h * size, size), weight, is_sigmoid, 1e-6);
+          };
+          EXPECT_LE(relative_error(given, expected(has_sigmoid_gate)), kFloat32Bound);
+          // Teeth: the other gate is far outside.
+          EXPECT_GT(relative_error(given, expected(!has_sigmoid_gate)), 100 * kFloat32Bound);
         }
-        for (int64_t i = heads * size; i < y_stride; ++i) EXPECT_TRUE(std::isnan(y[n * y_stride + i]));
+        for (int64_t d = heads * size; d < y_stride; ++d) EXPECT_TRUE(std::isnan(y[n * y_stride + d]));
       }
     }
   }
@@ -277,6 +284,25 @@ TEST(Norm, ExtremeGatesAndBadNumbersStayHome) {
   EXPECT_FLOAT_EQ(y[3], 100.0f);
   EXPECT_TRUE(std::isnan(y[4]));
   EXPECT_TRUE(std::isfinite(y[5]));
+  y = poisoned(8);
+  gated_rms_norm({.tokens = 2,
+                  .heads = 1,
+                  .size = 4,
+                  .x = x.data(),
+                  .z = z.data(),
+                  .x_stride = 4,
+                  .z_stride = 4,
+                  .weight = weight.data(),
+                  .has_sigmoid_gate = true,
+                  .eps = 0,
+                  .y = y.data(),
+                  .y_stride = 4},
+                 device);
+  EXPECT_FLOAT_EQ(y[0], 1);
+  EXPECT_LE(std::abs(y[1]), 1e-30f);
+  EXPECT_LE(std::abs(y[2]), 1e-30f);
+  EXPECT_FLOAT_EQ(y[3], 1);
+  EXPECT_TRUE(std::isnan(y[4]));
 }
 
 TEST(Norm, RefusesWrongArguments) {

@@ -437,6 +437,12 @@ TEST(StatePool, ACorruptedStateIsSeen) {
             }),
             kFloat32Bound)
       << "keys and values";
+  EXPECT_GT(error_after([](MiniModel&, StatePool& pool) {
+              const KvCache cache = pool.kv_cache(3);
+              spoil(cache.k, cache.pages * cache.kv_heads * cache.page_tokens * cache.head_size);
+            }),
+            kFloat32Bound)
+      << "latents";
 }
 
 TEST(StatePool, SizesComeFromABudgetOrACount) {
@@ -446,7 +452,7 @@ TEST(StatePool, SizesComeFromABudgetOrACount) {
   EXPECT_EQ(bytes.checkpoint, 4u * (4 * 8 * 16 + 3 * 4 * 32));
   EXPECT_EQ(bytes.ring, 4u * C * (2 * (16 + 1 + C) + 4 * (8 + 2) + 3 * (32 + 1) + 3 * (4 + 32 + 1)));
   EXPECT_EQ(bytes.convolution, 4u * ((3 + kMaxStep) * 96 + (2 + kMaxStep) * 204));
-  EXPECT_EQ(kv_token_bytes(layout), 2u * 4 * 2 * 4);
+  EXPECT_EQ(kv_token_bytes(layout), 2u * 4 * 2 * 4 + 4 * 6);  // no values beside the latents
   const size_t one = pool_bytes(layout, pool_size(layout, 1, 100));
   EXPECT_EQ(one, bytes.total() + 13 * 8 * kv_token_bytes(layout));
   for (const size_t budget : {one, one + 1, 2 * one - 1, 2 * one, 7 * one + 1000, 100 * one}) {
@@ -485,6 +491,8 @@ TEST(StatePool, ABadLayoutIsRefused) {
   refused([](StateLayout& layout) { std::get<DeltaLayer>(layout.layers[0]).conv_width = 1; });
   refused([](StateLayout& layout) { std::get<DeltaLayer>(layout.layers[0]).shape.heads = 3; });
   refused([](StateLayout& layout) { std::get<AttentionLayer>(layout.layers[1]).kv_heads = 0; });
+  refused([](StateLayout& layout) { std::get<AttentionLayer>(layout.layers[3]).latent_size = 7; });
+  refused([](StateLayout& layout) { std::get<AttentionLayer>(layout.layers[3]).latent_size = -1; });
   StatePool pool(mini_layout(kWindow, kMaxStep), PoolSize{1, 1});
   EXPECT_NE(pool.delta_state(0).ring_gram, nullptr);
   EXPECT_EQ(pool.delta_state(2).ring_gram, nullptr) << "a gate a channel needs no products";

@@ -8,6 +8,7 @@
 #include "replayssm/core/json.h"
 #include "replayssm/core/mapped_file.h"
 #include "replayssm/model/config_fields.h"
+#include "replayssm/model/kimi.h"
 #include "replayssm/model/nemotron.h"
 #include "replayssm/model/qwen.h"
 
@@ -18,8 +19,11 @@ ModelConfig parse_family(const JsonObject& document) {
   const std::string type = document.string("model_type");
   if (is_qwen(type)) return parse_qwen_config(document);
   if (is_nemotron(type)) return parse_nemotron_config(document);
-  fail("{}: expected qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_next or nemotron_h, got {}",
-       document.name_of("model_type"), describe(nlohmann::json(type)));
+  if (is_kimi(type)) return parse_kimi_config(document);
+  fail(
+      "{}: expected qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, nemotron_h or kimi_linear, got "
+      "{}",
+      document.name_of("model_type"), describe(nlohmann::json(type)));
 }
 
 }  // namespace

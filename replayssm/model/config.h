@@ -17,14 +17,19 @@
 
 namespace replayssm {
 
-// The delta rule behind a short convolution over q | k | v (Gated DeltaNet).
+// The delta rule behind a short convolution over q | k | v (Gated DeltaNet, Kimi Delta Attention).
 struct DeltaConfig {
-  DeltaShape shape;    // one that ops/delta.h accepts
-  int conv_width = 0;  // inputs of the causal convolution
+  DeltaShape shape;               // one that ops/delta.h accepts
+  int conv_width = 0;             // inputs of the causal convolution
+  int gate_rank = 0;              // of the gates' two projections, one behind the other; 0: a single one
+  int output_gate_rank = 0;       // of the output gate's, likewise
+  double lower_bound = 0;         // below 0: of a token's log-decay, as delta_gates has it
+  bool has_sigmoid_gate = false;  // the output norm times sigmoid(z), else silu(z)
 
   int key_channels() const { return shape.key_heads * shape.key_size; }
   int value_channels() const { return shape.heads * shape.value_size; }
   int conv_channels() const { return 2 * key_channels() + value_channels(); }
+  int gates() const { return shape.heads * shape.gate_size; }
 };
 
 // Mamba-2 behind a short convolution over x | B | C.
@@ -50,6 +55,19 @@ struct AttentionConfig {
   bool has_output_gate = false;  // the output times sigmoid(gate), a gate a channel
 };
 
+// Softmax attention over latents that all heads share; nothing is rotated.
+struct LatentAttentionConfig {
+  int heads = 0;
+  int latent_size = 0;      // channels of a token's latent: keys and values are made from it
+  int nope_size = 0;        // of a query and key head: made from the latent
+  int rope_size = 0;        // of a query and key head: shared by all heads, beside the latent
+  int value_size = 0;       // of a value head
+  int query_rank = 0;       // of the queries' two projections, one behind the other; 0: a single one
+  double norm_epsilon = 0;  // of the norms inside
+
+  int key_size() const { return latent_size + rope_size; }  // what a token keeps
+};
+
 enum class Activation {
   kSwiGlu,  // W_down (silu(W_gate x) * W_up x)
   kRelu2,   // W_down relu(W_up x)^2
@@ -72,7 +90,8 @@ struct ExpertsConfig {
   bool has_shared_gate = false;  // the shared expert's output times a sigmoid, one a token
 };
 
-using BlockConfig = std::variant<DeltaConfig, Mamba2Config, AttentionConfig, FeedForwardConfig, ExpertsConfig>;
+using BlockConfig =
+    std::variant<DeltaConfig, Mamba2Config, AttentionConfig, LatentAttentionConfig, FeedForwardConfig, ExpertsConfig>;
 
 struct Block {
   int layer = 0;  // the model's own count, from 0
@@ -111,7 +130,7 @@ struct ModelConfig {
 };
 
 // Parses the texts of config.json and, unless empty, generation_config.json; `source` opens the error lines. The fields
-// are those of the model's family: replayssm/model/qwen.h, nemotron.h. End tokens are those of both files.
+// are those of the model's family: replayssm/model/qwen.h, nemotron.h, kimi.h. End tokens are those of both files.
 //
 // Throws Error naming the field, the expected and the given, if a field is missing, ill-typed or past its limit
 // (vocabulary 2^22, hidden_size 2^16, intermediate sizes 2^20, experts 2^14, layers 1024, heads 1024, head sizes 1024,

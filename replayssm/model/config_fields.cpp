@@ -56,7 +56,7 @@ AttentionConfig parse_attention_heads(const JsonObject& fields, int64_t default_
   return attention;
 }
 
-ModelConfig parse_common(const JsonObject& outer, const JsonObject& fields) {
+ModelConfig parse_common(const JsonObject& outer, const JsonObject& fields, std::string_view context) {
   ModelConfig model;
   model.model_type = outer.string("model_type");
   for (const JsonObject* object : {&outer, &fields})
@@ -64,7 +64,7 @@ ModelConfig parse_common(const JsonObject& outer, const JsonObject& fields) {
   model.vocabulary = fields.integer("vocab_size", 1, kMaxVocabulary);
   model.hidden_size = small_integer(fields, "hidden_size", 1, kMaxHiddenSize);
   model.has_tied_embeddings = outer.boolean("tie_word_embeddings", fields.boolean("tie_word_embeddings", false));
-  model.context_tokens = fields.integer("max_position_embeddings", 1, kMaxContextTokens);
+  model.context_tokens = fields.integer(context, 1, kMaxContextTokens);
   return model;
 }
 

@@ -33,9 +33,11 @@ void require_state(const JsonObject& fields, std::string_view field, int64_t lay
 // Heads and sizes of grouped-query attention: num_attention_heads, num_key_value_heads, head_dim.
 AttentionConfig parse_attention_heads(const JsonObject& fields, int64_t default_head_size);
 
-// model_type, vocab_size, hidden_size, max_position_embeddings, tie_word_embeddings (false; in `outer` it wins) and
-// eos_token_id: what every family spells alike. `outer` is the whole document, `fields` the text model's part of it.
-ModelConfig parse_common(const JsonObject& outer, const JsonObject& fields);
+// model_type, vocab_size, hidden_size, max_position_embeddings (or the field `context`), tie_word_embeddings (false; in
+// `outer` it wins) and eos_token_id: what every family spells alike. `outer` is the whole document, `fields` the text
+// model's part of it.
+ModelConfig parse_common(const JsonObject& outer, const JsonObject& fields,
+                         std::string_view context = "max_position_embeddings");
 
 // eos_token_id, one id or a list of them, into `tokens` without repeats.
 void add_end_tokens(const JsonObject& fields, int64_t vocabulary, std::vector<int32_t>& tokens);

@@ -1,5 +1,7 @@
 // The delta rule behind a short convolution: q | k | v = silu(conv(W x)); o = delta rule;
-// hidden += W_out (norm(o) * silu(z)).
+// hidden += W_out (norm(o) * silu(z)), or sigmoid(z). The gates and z come from one projection or from two of low rank.
+#include <algorithm>
+
 #include "replayssm/model/forward.h"
 #include "replayssm/ops/conv1d.h"
 #include "replayssm/ops/delta.h"
@@ -8,9 +10,42 @@
 namespace replayssm {
 namespace {
 
-// Rows of in_proj: q, k and v first, which the convolution takes as they lie.
-int64_t projection_width(const DeltaConfig& config) {
-  return config.conv_channels() + config.value_channels() + 2 * int64_t{config.shape.heads};
+// Where in_proj's rows lie: q, k and v first, which the convolution takes as they lie; the width behind the last.
+struct Projection {
+  explicit Projection(const DeltaConfig& config)
+      : z(config.conv_channels()),
+        b(z + (config.output_gate_rank > 0 ? 0 : config.value_channels())),
+        a(b + config.shape.heads),
+        output_gate(a + (config.gate_rank > 0 ? config.gate_rank : config.gates())),
+        width(output_gate + config.output_gate_rank) {}
+
+  int64_t z, b, a, output_gate, width;
+};
+
+// gate, beta <- the gates of the projected tokens.
+void make_gates(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights) {
+  Activations& arrays = forward.arrays;
+  const Projection at(config);
+  const float* a = arrays.projection.data() + at.a;
+  int64_t a_stride = at.width;
+  if (config.gate_rank > 0) {
+    project(forward, weights.gate, a, at.width, arrays.mixed.data(), false);
+    a = arrays.mixed.data();
+    a_stride = config.gates();
+  }
+  delta_gates({.tokens = forward.tokens,
+               .heads = config.shape.heads,
+               .gate_size = config.shape.gate_size,
+               .a = a,
+               .b = arrays.projection.data() + at.b,
+               .a_stride = a_stride,
+               .b_stride = at.width,
+               .a_log = weights.a_log.data(),
+               .dt_bias = weights.dt_bias.data(),
+               .lower_bound = static_cast<float>(config.lower_bound),
+               .g = arrays.gate.data(),
+               .beta = arrays.beta.data()},
+              forward.device);
 }
 
 // mixed <- the delta rule over convolved, by the step's kind.
@@ -52,50 +87,47 @@ void update_state(const Forward& forward, const DeltaConfig& config, int state_l
 }  // namespace
 
 BlockWidths block_widths(const DeltaConfig& config, const StateLayout& layout, int, Device& device) {
-  return {.projection = projection_width(config),
+  return {.projection = Projection(config).width,
           .convolved = config.conv_channels(),
-          .gate = config.shape.heads,
+          .gate = config.gates(),
           .beta = config.shape.heads,
-          .mixed = config.value_channels(),
+          .mixed = std::max(config.value_channels(), config.gates()),
           .workspace_bytes = delta_workspace_bytes(config.shape, layout.ring_capacity(), device)};
 }
 
 void run_delta(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights, int state) {
   Activations& arrays = forward.arrays;
   const StepPlan& plan = *forward.step.plan;
-  const int64_t width = projection_width(config), values = config.value_channels();
+  const Projection at(config);
+  const int64_t values = config.value_channels();
   project(forward, weights.in_proj, arrays.normal.data(), forward.config.hidden_size, arrays.projection.data(), false);
-  const float* z = arrays.projection.data() + config.conv_channels();
-  const float* b = z + values;
-  const float* a = b + config.shape.heads;
   conv1d({.state = forward.pool.conv_state(state),
           .rows = plan.rows,
           .token_begin = plan.token_begin,
           .x = arrays.projection.data(),
-          .x_stride = width,
+          .x_stride = at.width,
           .weight = weights.conv.data(),
           .out = arrays.convolved.data()},
          forward.device);
-  delta_gates({.tokens = forward.tokens,
-               .heads = config.shape.heads,
-               .a = a,
-               .b = b,
-               .a_stride = width,
-               .b_stride = width,
-               .a_log = weights.a_log.data(),
-               .dt_bias = weights.dt_bias.data(),
-               .g = arrays.gate.data(),
-               .beta = arrays.beta.data()},
-              forward.device);
+  make_gates(forward, config, weights);
   update_state(forward, config, state);
+  const float* z = arrays.projection.data() + at.z;
+  int64_t z_stride = at.width;
+  if (config.output_gate_rank > 0) {  // into the place of q, k and v, which are done with
+    project(forward, weights.output_gate, arrays.projection.data() + at.output_gate, at.width, arrays.convolved.data(),
+            false);
+    z = arrays.convolved.data();
+    z_stride = values;
+  }
   gated_rms_norm({.tokens = forward.tokens,
                   .heads = config.shape.heads,
                   .size = config.shape.value_size,
                   .x = arrays.mixed.data(),
                   .z = z,
                   .x_stride = values,
-                  .z_stride = width,
+                  .z_stride = z_stride,
                   .weight = weights.norm.data(),
+                  .has_sigmoid_gate = config.has_sigmoid_gate,
                   .eps = static_cast<float>(forward.config.norm_epsilon),
                   .y = arrays.mixed.data(),
                   .y_stride = values},

@@ -79,6 +79,8 @@ void feed_forward(const Forward& forward, Activation activation, const FeedForwa
 void run_delta(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights, int state);
 void run_mamba2(const Forward& forward, const Mamba2Config& config, const Mamba2Weights& weights, int state);
 void run_attention(const Forward& forward, const AttentionConfig& config, const AttentionWeights& weights, int state);
+void run_latent_attention(const Forward& forward, const LatentAttentionConfig& config,
+                          const LatentAttentionWeights& weights, int state);
 void run_feed_forward(const Forward& forward, const FeedForwardConfig& config, const FeedForwardWeights& weights);
 void run_experts(const Forward& forward, const ExpertsConfig& config, const ExpertsWeights& weights);
 
@@ -86,6 +88,8 @@ void run_experts(const Forward& forward, const ExpertsConfig& config, const Expe
 BlockWidths block_widths(const DeltaConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 BlockWidths block_widths(const Mamba2Config& config, const StateLayout& layout, int max_tokens, Device& device);
 BlockWidths block_widths(const AttentionConfig& config, const StateLayout& layout, int max_tokens, Device& device);
+BlockWidths block_widths(const LatentAttentionConfig& config, const StateLayout& layout, int max_tokens,
+                         Device& device);
 BlockWidths block_widths(const FeedForwardConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 BlockWidths block_widths(const ExpertsConfig& config, const StateLayout& layout, int max_tokens, Device& device);
 

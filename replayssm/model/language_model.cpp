@@ -24,6 +24,9 @@ struct StateOf {
   void operator()(const AttentionConfig& attention) const {
     layers.push_back(AttentionLayer{attention.kv_heads, attention.head_size});
   }
+  void operator()(const LatentAttentionConfig& attention) const {
+    layers.push_back(AttentionLayer{1, attention.key_size(), attention.latent_size});
+  }
   void operator()(const FeedForwardConfig&) const {}
   void operator()(const ExpertsConfig&) const {}
 };
@@ -151,6 +154,8 @@ void LanguageModel::run_block(const Forward& forward, size_t index) {
     run_mamba2(forward, *mamba, std::get<Mamba2Weights>(weights), state_[index]);
   else if (const auto* attention = std::get_if<AttentionConfig>(&config))
     run_attention(forward, *attention, std::get<AttentionWeights>(weights), state_[index]);
+  else if (const auto* latent = std::get_if<LatentAttentionConfig>(&config))
+    run_latent_attention(forward, *latent, std::get<LatentAttentionWeights>(weights), state_[index]);
   else if (const auto* experts = std::get_if<ExpertsConfig>(&config))
     run_experts(forward, *experts, std::get<ExpertsWeights>(weights));
   else

@@ -32,8 +32,8 @@ std::vector<RowRange> WeightLoader::part_of_heads(const Tensor& tensor, int head
   return ranges;
 }
 
-Buffer<float> WeightLoader::vector(const std::string& name, int64_t size) {
-  return floats(tensor(name, {size}));
+Buffer<float> WeightLoader::vector(const std::string& name, std::initializer_list<int64_t> shape) {
+  return floats(tensor(name, shape));
 }
 
 Buffer<float> WeightLoader::floats(const Tensor& from) {

@@ -38,7 +38,9 @@ class WeightLoader {
   static std::vector<RowRange> part_of_heads(const Tensor& tensor, int heads, int64_t head_rows, int64_t first,
                                              int64_t count);
 
-  Buffer<float> vector(const std::string& name, int64_t size);
+  Buffer<float> vector(const std::string& name, int64_t size) { return vector(name, {size}); }
+  // A tensor of this shape, its elements in order.
+  Buffer<float> vector(const std::string& name, std::initializer_list<int64_t> shape);
   // The rows of all ranges, one below the other.
   Matrix matrix(const std::vector<RowRange>& ranges);
   // gate_proj.weight (of SwiGLU), up_proj.weight and down_proj.weight under `name`, from and to `width` numbers.

@@ -25,11 +25,16 @@ struct Matrix {
 };
 
 // H value heads of V, G key heads of K, C = 2 G K + H V channels of the convolution, W its width.
+// Gated DeltaNet: in_proj has rows [q G*K | k G*K | v H*V | z H*V | b H | a H]. With a gate_rank R, in place of a come
+// R rows f, and gate makes the gates from them; with an output_gate_rank S there is no z, but S last rows, from which
+// output_gate makes it. Heads are in order.
 struct DeltaWeights {
-  Matrix in_proj;         // rows [q G*K | k G*K | v H*V | z H*V | b H | a H], heads in order
+  Matrix in_proj;
+  Matrix gate;            // [H*gate_size, R] or empty
+  Matrix output_gate;     // [H*V, S] or empty
   Buffer<float> conv;     // [W, C]
   Buffer<float> a_log;    // [H]
-  Buffer<float> dt_bias;  // [H]
+  Buffer<float> dt_bias;  // [H, gate_size]
   Buffer<float> norm;     // [V], plain
   Matrix out_proj;        // [hidden, H*V]
 };
@@ -54,6 +59,17 @@ struct AttentionWeights {
   Matrix out_proj;       // [hidden, Q*D]
 };
 
+// P = nope_size + rope_size channels of a query head, C = latent_size.
+struct LatentAttentionWeights {
+  Matrix in_proj;              // rows [q heads*P | latent C | shared key rope_size]; with a query_rank R, q has R rows
+  Buffer<float> query_norm;    // [R] or empty
+  Matrix query_up;             // [heads*P, R] or empty
+  Buffer<float> latent_norm;   // [C]
+  std::vector<Matrix> key_up;  // a head: [C, nope_size], the key projection's transpose
+  std::vector<Matrix> value_up;  // a head: [value_size, C]
+  Matrix out_proj;               // [hidden, heads*value_size]
+};
+
 struct FeedForwardWeights {
   Matrix up;    // SwiGLU: rows [gate | up]; relu^2: up
   Matrix down;  // [hidden, size]
@@ -71,7 +87,8 @@ struct ExpertsWeights {
 };
 
 // In the order of BlockConfig.
-using BlockWeights = std::variant<DeltaWeights, Mamba2Weights, AttentionWeights, FeedForwardWeights, ExpertsWeights>;
+using BlockWeights = std::variant<DeltaWeights, Mamba2Weights, AttentionWeights, LatentAttentionWeights,
+                                  FeedForwardWeights, ExpertsWeights>;
 
 struct Weights {
   struct Block {

@@ -35,8 +35,8 @@ inline int attention_tile_tokens(int group) {
   return std::max(1, kAttentionTileQueries / group);
 }
 
-// Floats of one thread's scratch: for each query of a tile its sums [D], its scores [block], its maximum and its
-// total.
+// Floats of one thread's scratch: for each query of a tile its sums [E], E <= D, its scores [block], its maximum and
+// its total.
 inline int64_t attention_scratch_floats(int group, int64_t head_size) {
   const int64_t queries = static_cast<int64_t>(attention_tile_tokens(group)) * group;
   const int64_t padded = (head_size + kAttentionPadFloats - 1) / kAttentionPadFloats * kAttentionPadFloats;
@@ -155,22 +155,22 @@ HWY_INLINE void add_value_block(const float* const* values, int count, int64_t s
 // One query or four with the same `count` positions of a block.
 template <int Queries>
 HWY_INLINE void attend_block(const float* const* q, const float* const* keys, const float* const* values, int count,
-                             int64_t size, float scale, float* const* scores, float* maxima, float* totals,
-                             float* const* sums) {
+                             int64_t size, int64_t value_size, float scale, float* const* scores, float* maxima,
+                             float* totals, float* const* sums) {
   score_block<Queries>(q, keys, count, size, scale, scores);
   float factors[Queries];
   for (int i = 0; i < Queries; ++i) factors[i] = soften(scores[i], count, maxima[i], totals[i]);
-  add_value_block<Queries>(values, count, size, scores, factors, sums);
+  add_value_block<Queries>(values, count, value_size, scores, factors, sums);
 }
 
 }  // namespace
 
 // One call owns the query heads of key/value head `kv_head` for the tokens of one tile; `scratch` is its thread's.
 void attention_kernel(const Attention& args, const AttentionTile& tile, int kv_head, float* scratch) {
-  const int64_t size = args.cache.head_size;
+  const int64_t size = args.cache.head_size, value_size = args.cache.value_size();
   const int group = args.query_heads / args.cache.kv_heads;
   const int queries = tile.tokens * group;
-  const int64_t padded = (size + kAttentionPadFloats - 1) / kAttentionPadFloats * kAttentionPadFloats;
+  const int64_t padded = (value_size + kAttentionPadFloats - 1) / kAttentionPadFloats * kAttentionPadFloats;
   float* sums = scratch;
   float* scores = sums + queries * padded;
   float* maxima = scores + static_cast<int64_t>(queries) * kAttentionBlock;
@@ -193,7 +193,7 @@ void attention_kernel(const Attention& args, const AttentionTile& tile, int kv_h
           ((page * args.cache.kv_heads + kv_head) * args.cache.page_tokens + (block + j) % args.cache.page_tokens) *
           size;
       keys[j] = args.cache.k + at;
-      values[j] = args.cache.v + at;
+      values[j] = (args.cache.latent_size > 0 ? args.cache.k : args.cache.v) + at;
     }
     const auto count_of = [&](int query) {
       return static_cast<int>(std::clamp<int64_t>(position + query / group + 1 - block, 0, block_count));
@@ -211,19 +211,21 @@ void attention_kernel(const Attention& args, const AttentionTile& tile, int kv_h
         query_sums[a] = sums + (i + a) * padded;
       }
       if (count > 0 && together == 4)
-        attend_block<4>(q, keys, values, count, size, args.scale, query_scores, maxima + i, totals + i, query_sums);
+        attend_block<4>(q, keys, values, count, size, value_size, args.scale, query_scores, maxima + i, totals + i,
+                        query_sums);
       else if (count > 0)
-        attend_block<1>(q, keys, values, count, size, args.scale, query_scores, maxima + i, totals + i, query_sums);
+        attend_block<1>(q, keys, values, count, size, value_size, args.scale, query_scores, maxima + i, totals + i,
+                        query_sums);
       i += together;
     }
   }
 
   for (int i = 0; i < queries; ++i) {
-    float* out = args.out + (tile.first + i / group) * args.query_heads * size +
-                 (static_cast<int64_t>(kv_head) * group + i % group) * size;
+    float* out = args.out + (tile.first + i / group) * args.query_heads * value_size +
+                 (static_cast<int64_t>(kv_head) * group + i % group) * value_size;
     const Floats total = hn::Set(kTag, totals[i]);
-    for_each_vector(size, [&](const auto& load, const auto& store)
-                              HWY_ATTR { store(hn::Div(load(sums + i * padded), total), out); });
+    for_each_vector(value_size, [&](const auto& load, const auto& store)
+                                    HWY_ATTR { store(hn::Div(load(sums + i * padded), total), out); });
   }
 }
 
@@ -242,10 +244,15 @@ void check(const Attention& args, Device& device, std::span<std::byte> workspace
   require(cache.kv_heads > 0 && cache.head_size > 0 && cache.page_tokens > 0 && cache.pages >= 0,
           "attention: expected kv_heads, head_size and page_tokens > 0, got {}, {} and {}", cache.kv_heads,
           cache.head_size, cache.page_tokens);
+  require(cache.latent_size >= 0 && cache.latent_size <= cache.head_size,
+          "attention: expected latent_size 0 .. {} (head_size), got {}", cache.head_size, cache.latent_size);
   require(args.query_heads > 0 && args.query_heads % cache.kv_heads == 0,
           "attention: expected query_heads a multiple of {}, got {}", cache.kv_heads, args.query_heads);
-  require(cache.k != nullptr && cache.v != nullptr && args.pages.page_table != nullptr,
+  const bool has_values = cache.latent_size == 0;
+  require(cache.k != nullptr && (cache.v != nullptr || !has_values) && args.pages.page_table != nullptr,
           "attention: the cache and the page table must not be null");
+  require(has_values || (cache.v == nullptr && args.v == nullptr),
+          "attention: expected no values for a cache of latent_size {}, got some", cache.latent_size);
   require(args.token_begin != nullptr && args.rows.slot != nullptr && args.rows.base != nullptr &&
               args.rows.history != nullptr,
           "attention: token_begin, slot, base and history must not be null");
@@ -272,7 +279,7 @@ void check(const Attention& args, Device& device, std::span<std::byte> workspace
     }
   }
   require(args.token_begin[args.rows.count] == 0 ||
-              (args.q != nullptr && args.k != nullptr && args.v != nullptr && args.out != nullptr),
+              (args.q != nullptr && args.k != nullptr && (args.v != nullptr || !has_values) && args.out != nullptr),
           "attention: q, k, v and out must not be null");
 }
 
@@ -291,7 +298,7 @@ void append(const Attention& args, Device& device) {
       for (int m = 0; m < cache.kv_heads; ++m) {
         const int64_t at = ((page * cache.kv_heads + m) * cache.page_tokens + position % cache.page_tokens) * size;
         std::copy_n(args.k + n * args.k_stride + m * size, size, cache.k + at);
-        std::copy_n(args.v + n * args.v_stride + m * size, size, cache.v + at);
+        if (cache.latent_size == 0) std::copy_n(args.v + n * args.v_stride + m * size, size, cache.v + at);
       }
     }
   });
@@ -312,7 +319,7 @@ void attention(const Attention& args, Device& device, std::span<std::byte> works
   int64_t tiles = 0;
   for (int b = 0; b < args.rows.count; ++b) tiles += tiles_of(b);
   const int64_t scratch_floats = attention_scratch_floats(group, args.cache.head_size);
-  const int64_t token_floats = static_cast<int64_t>(args.query_heads) * args.cache.head_size;
+  const int64_t token_floats = static_cast<int64_t>(args.query_heads) * args.cache.value_size();
   const auto kernel = HWY_DYNAMIC_DISPATCH(attention_kernel);
   device.threads().parallel_for(tiles * args.cache.kv_heads, 1, [&](int64_t begin, int64_t, int thread) {
     const int kv_head = static_cast<int>(begin % args.cache.kv_heads);

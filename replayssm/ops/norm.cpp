@@ -57,7 +57,8 @@ void gated_rms_norm_kernel(const GatedRmsNorm& args, int64_t begin, int64_t end)
       const Floats factor = inverse_rms(x, args.size, args.eps);
       for_each_vector(args.size, [&](const auto& load, const auto& store) HWY_ATTR {
         const Floats normal = hn::Mul(hn::Mul(load(x), factor), load(args.weight));
-        store(hn::Mul(normal, silu(load(z))), y);
+        const Floats gate = load(z);
+        store(hn::Mul(normal, args.has_sigmoid_gate ? sigmoid(gate) : silu(gate)), y);
       });
     }
   }

@@ -1,9 +1,11 @@
 // Root-mean-square norms (FP32). Sources: Zhang and Sennrich, arXiv 1910.07467; the gated form of Gated DeltaNet,
-// arXiv 2412.06464; the gate-first form of Mamba-2, arXiv 2405.21060.
+// arXiv 2412.06464, and of Kimi Linear, arXiv 2510.26692; the gate-first form of Mamba-2, arXiv 2405.21060.
 //
 //   rms_norm:             y = x / sqrt(mean(x^2) + eps) * s    s = w, or 1 + w where the weights are zero-centred
-//   gated_rms_norm:       y = x / sqrt(mean(x^2) + eps) * w * silu(z)          silu(z) = z / (1 + e^-z)
+//   gated_rms_norm:       y = x / sqrt(mean(x^2) + eps) * w * gate(z)    gate is silu or sigmoid
 //   gate_first_rms_norm:  y = u / sqrt(mean(u^2) + eps) * w,  u = x * silu(z)
+//
+// sigmoid(z) = 1 / (1 + e^-z), silu(z) = z sigmoid(z),
 //
 // over the last dimension of `size` elements. A vector's bits depend on nothing but the vector, its gate and the
 // weights.
@@ -41,6 +43,7 @@ struct GatedRmsNorm {
   const float* z = nullptr;  // [N, H, V], z_stride
   int64_t x_stride = 0, z_stride = 0;
   const float* weight = nullptr;  // [V]
+  bool has_sigmoid_gate = false;  // gate(z) is sigmoid(z), else silu(z)
   float eps = 1e-6f;
   float* y = nullptr;  // [N, H, V], y_stride
   int64_t y_stride = 0;

@@ -128,6 +128,7 @@ KvCache StatePool::kv_cache(int index) {
   const auto& layer = layer_at<AttentionLayer>(layout_, index, "keys and values");
   return {.kv_heads = layer.kv_heads,
           .head_size = layer.head_size,
+          .latent_size = layer.latent_size,
           .pages = ledger_.limits().pages,
           .page_tokens = layout_.page_tokens,
           .k = memory_[index].kv_k.data(),

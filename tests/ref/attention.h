@@ -8,11 +8,11 @@
 
 namespace replayssm::ref {
 
-// q [Q, D]; k, v [positions, M, D], the last position being the token's own. Returns [Q, D].
+// q [Q, D]; k [positions, M, D], v [positions, M, E], the last position being the token's own. Returns [Q, E].
 template <typename Array>
 std::vector<double> attention(const Array& q, const Array& k, const Array& v, int query_heads, int kv_heads, int size,
-                              int64_t positions, double scale) {
-  std::vector<double> out(static_cast<size_t>(query_heads) * size, 0.0);
+                              int value_size, int64_t positions, double scale) {
+  std::vector<double> out(static_cast<size_t>(query_heads) * value_size, 0.0);
   for (int i = 0; i < query_heads; ++i) {
     const int m = i / (query_heads / kv_heads);
     std::vector<double> score(positions);
@@ -25,7 +25,8 @@ std::vector<double> attention(const Array& q, const Array& k, const Array& v, in
     double total = 0;
     for (double& value : score) total += value = std::exp(value - largest);
     for (int64_t s = 0; s < positions; ++s)
-      for (int d = 0; d < size; ++d) out[i * size + d] += score[s] / total * v[(s * kv_heads + m) * size + d];
+      for (int d = 0; d < value_size; ++d)
+        out[i * value_size + d] += score[s] / total * v[(s * kv_heads + m) * value_size + d];
   }
   return out;
 }

@@ -18,9 +18,10 @@ inline std::vector<double> rms_norm(std::span<const float> x, std::span<const fl
 }
 
 inline std::vector<double> gated_rms_norm(std::span<const float> x, std::span<const float> z,
-                                          std::span<const float> weight, double eps) {
+                                          std::span<const float> weight, bool has_sigmoid_gate, double eps) {
   std::vector<double> y = rms_norm(x, weight, false, eps);
-  for (size_t i = 0; i < y.size(); ++i) y[i] *= z[i] / (1 + std::exp(-static_cast<double>(z[i])));
+  for (size_t i = 0; i < y.size(); ++i)
+    y[i] *= (has_sigmoid_gate ? 1.0 : z[i]) / (1 + std::exp(-static_cast<double>(z[i])));
   return y;
 }
 
