@@ -44,7 +44,7 @@ broken_model() {  # NAME FILE SED-EXPRESSION
 
 # Flags.
 "$program" --version | grep -qE '^replayssm [0-9]+\.[0-9]+\.[0-9]+$' || fault "--version"
-for command in "" demo generate info; do
+for command in "" demo generate info eval "eval ppl" bench "bench ops"; do
   # shellcheck disable=SC2086
   "$program" $command --help >"$files/out" || fault "$command --help"
   grep -q -- --help "$files/out" || fault "$command --help is not help"
@@ -67,6 +67,13 @@ expect_error "batch.*2000000000" generate "$model" -p x --batch 2000000000
 expect_error "threads.*-1" generate "$model" -p x --threads -1
 expect_error "temperature.*-1" generate "$model" -p x --temperature -1
 expect_error "top_p.*2" generate "$model" -p x --top-p 2
+expect_error "text" eval ppl "$model"
+expect_error "subcommand" eval
+expect_error "window.*got 0" eval ppl "$model" --text "$0" --window 0
+expect_error "batch.*got 0" eval ppl "$model" --text "$0" --batch 0
+expect_error "window.*got 1" eval ppl "$model" --text "$0" --context 1
+expect_error "op: expected mamba2.*'delta'" bench ops --shape nemotron-3-super --op delta
+expect_error "shape: expected one of.*kimi-k3.*'mystery'" bench ops --shape mystery
 expect_error "longest step.*4.*5" info "$model" --window 4 --step-tokens 5
 
 # Prompts.
@@ -77,6 +84,9 @@ expect_error "context of [0-9]+ tokens" generate "$model" -p x -n 1000000
 yes "many words" | head -c 200000 >"$files/long"
 expect_error "context of [0-9]+ tokens" generate "$model" --prompt-file "$files/long"
 expect_error "at most [0-9]+ bytes" generate "$model" --prompt-file /dev/zero
+expect_error "$files/nothing: No such file" eval ppl "$model" --text "$files/nothing"
+: >"$files/empty"
+expect_error "a token to predict" eval ppl "$model" --text "$files/empty"
 
 # Models.
 expect_error "$files/nothing/config.json" generate "$files/nothing" -p x
@@ -90,7 +100,7 @@ expect_error "tokenizer.json.*merges" info "$(broken_model tokenizer tokenizer.j
 expect_error "tokenizer.json" info "$(broken_model syntax tokenizer.json '1s/{/[/')"
 truncated=$(broken_model truncated config.json 's/$/ /')
 rm "$truncated/model.safetensors"
-expect_error "model.safetensors" info "$truncated"
+expect_error "model.safetensors" generate "$truncated" -p x
 for bytes in 0 5 1000 5000000; do
   head -c $bytes "$model/model.safetensors" >"$truncated/model.safetensors"
   expect_error "$truncated/model.safetensors" info "$truncated"
@@ -101,6 +111,25 @@ done
 for name in parameters layers checkpoint ring convolution "keys and values"; do
   grep -q "$name" "$files/out" || fault "info: no $name"
 done
+# A config alone will do; the checkpoints are those of the published shapes, FP32.
+while read -r name bytes; do
+  "$program" info "$(dirname "$0")/fixtures/configs/$name" >"$files/out" || fault "info $name"
+  grep -qE "^  checkpoint +$bytes bytes$" "$files/out" || fault "info $name: expected a checkpoint of $bytes bytes"
+done <<'END'
+qwen3.5-4b 50331648
+qwen3.5-122b 150994944
+qwen3.6-27b 150994944
+nemotron-3-nano-4b 82575360
+nemotron-3-super 167772160
+kimi-linear 41943040
+kimi-k3 434110464
+END
+head -c 3000 "$(dirname "$0")/../README.md" >"$files/text"
+"$program" eval ppl "$model" --text "$files/text" --context 100 --window 5 --batch 3 >"$files/out" || fault "eval ppl"
+grep -q "exact has conventional's bits: yes" "$files/out" || fault "eval ppl: $(cat "$files/out")"
+for name in prefill conventional replay exact; do grep -q "^$name " "$files/out" || fault "eval ppl: no $name"; done
+"$program" demo "$model" "$(dirname "$0")"/../models/{mamba2,kda}-tiny -n 9 --window 4 >"$files/out" || fault "demo of three models"
+[ "$(grep -c ' identical: yes$' "$files/out")" -eq 3 ] || fault "demo of three models: $(tail -n 3 "$files/out")"
 printf 'a\xff\xfe\xe2\x82 b\xf0\x9f\x98\x80\r\n\x00\xc3' >"$files/bytes"
 "$program" generate "$model" --prompt-file "$files/bytes" -n 0 --echo 2>/dev/null | head -c -1 |
   cmp -s - "$files/bytes" || fault "a prompt of any bytes does not come back"

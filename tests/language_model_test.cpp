@@ -109,19 +109,20 @@ TEST(LanguageModel, RejectedTokensChangeNothing) {
   for (const char* name : kKinds) expect_no_trace_of_rejected_tokens(name);
 }
 
-// The first layer of a kind in the model's pool.
-template <typename Layer>
-int first_layer(const std::string& name) {
+// The first layer of attention, or of the others, in the model's pool.
+int first_layer(const std::string& name, bool is_attention) {
   const std::vector<StateLayer> layers = state_layout(fixture(name).config, "", 1, 1, 16).layers;
-  return static_cast<int>(
-      std::ranges::find_if(layers, [](const auto& layer) { return std::holds_alternative<Layer>(layer); }) -
-      layers.begin());
+  return static_cast<int>(std::ranges::find_if(layers,
+                                               [&](const StateLayer& layer) {
+                                                 return std::holds_alternative<AttentionLayer>(layer) == is_attention;
+                                               }) -
+                          layers.begin());
 }
 
 TEST(LanguageModel, CorruptedStateIsSeen) {
   for (const char* name : kModels) {
     const ExpectedLogits expected(name);
-    const int recurrent = 0, attention = first_layer<AttentionLayer>(name);
+    const int recurrent = first_layer(name, false), attention = first_layer(name, true);
     const std::function<void(ModelRig&, Handle)> faults[] = {
         [&](ModelRig& rig, Handle row) {
           const int64_t size = rig.pool.arrays(recurrent)->checkpoint_floats();

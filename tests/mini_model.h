@@ -1,6 +1,6 @@
 // A small hybrid model for the laws of the state pool: two delta layers with their convolutions, one with a gate a head
-// and one with a gate a channel, a layer of keys and values and one of latents, each fed by a table of token features.
-// Its sequences are driven by scripts of windows and acceptances.
+// and one with a gate a channel, one of Mamba-2, a layer of keys and values and one of latents, each fed by a table of
+// token features. Its sequences are driven by scripts of windows and acceptances.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,8 @@ inline StateLayout mini_layout(int window, int max_step_tokens) {
       DeltaLayer{{.heads = 4, .key_heads = 2, .key_size = 16, .value_size = 8}, 2 * 2 * 16 + 4 * 8, 4},
       AttentionLayer{2, 4},
       DeltaLayer{{.heads = 3, .key_heads = 3, .key_size = 32, .value_size = 4, .gate_size = 32}, 2 * 3 * 32 + 3 * 4, 3},
-      AttentionLayer{1, 6, 5}};
+      AttentionLayer{1, 6, 5},
+      Mamba2Layer{{.heads = 4, .groups = 2, .head_size = 8, .state_size = 16}, 4 * 8 + 2 * 2 * 16, 4}};
   layout.window = window;
   layout.max_step_tokens = max_step_tokens;
   layout.page_tokens = 8;
@@ -40,6 +41,7 @@ inline constexpr int kGroup = 2;
 
 inline size_t layer_output_size(const StateLayer& layer) {
   if (const auto* delta = std::get_if<DeltaLayer>(&layer)) return delta->shape.heads * delta->shape.value_size;
+  if (const auto* mamba2 = std::get_if<Mamba2Layer>(&layer)) return mamba2->shape.heads * mamba2->shape.head_size;
   const auto& attention = std::get<AttentionLayer>(layer);
   const int value_size = attention.latent_size > 0 ? attention.latent_size : attention.head_size;
   return kGroup * attention.kv_heads * value_size;
@@ -65,6 +67,15 @@ class MiniModel {
         add_nan(tables.features, delta->conv_channels);
         add_nan(tables.gate, delta->shape.heads * delta->shape.gate_size);
         add_nan(tables.beta, delta->shape.heads);
+      } else if (const auto* mamba2 = std::get_if<Mamba2Layer>(&layer)) {
+        const int heads = mamba2->shape.heads;
+        tables.features = random_normal(random, kTokens * mamba2->conv_channels);
+        tables.gate = random_uniform(random, kTokens * heads, 0.05f, 0.5f);
+        tables.weight = random_normal(random, mamba2->conv_width * mamba2->conv_channels, 0.5f);
+        tables.a_log = random_normal(random, heads, 0.3f);
+        tables.d = random_normal(random, heads);
+        add_nan(tables.features, mamba2->conv_channels);
+        add_nan(tables.gate, heads);
       } else {
         const auto& attention = std::get<AttentionLayer>(layer);
         const int width = (kGroup + 2) * attention.kv_heads * attention.head_size;
@@ -104,9 +115,11 @@ class MiniModel {
     Outputs outputs(rows.size());
     for (size_t index = 0; index < layout_.layers.size(); ++index) {
       const int layer = static_cast<int>(index);
-      const std::vector<float> out = std::holds_alternative<DeltaLayer>(layout_.layers[index])
-                                         ? run_delta(pool, layer, plan, state_rows, flat)
-                                         : run_attention(pool, layer, plan, state_rows, flat);
+      const StateLayer& own = layout_.layers[index];
+      const std::vector<float> out =
+          std::holds_alternative<DeltaLayer>(own)    ? run_delta(pool, layer, plan, state_rows, flat)
+          : std::holds_alternative<Mamba2Layer>(own) ? run_mamba2(pool, layer, plan, state_rows, flat)
+                                                     : run_attention(pool, layer, plan, state_rows, flat);
       const size_t width = flat.empty() ? 0 : out.size() / flat.size();
       for (size_t row = 0; row < rows.size(); ++row) {
         outputs[row].insert(outputs[row].end(), out.begin() + plan.token_begin[row] * width,
@@ -118,7 +131,7 @@ class MiniModel {
 
  private:
   struct Tables {
-    std::vector<float> features, gate, beta, weight;
+    std::vector<float> features, gate, beta, weight, a_log, d;
   };
 
   static void add_nan(std::vector<float>& table, int width) { table.insert(table.end(), width, kPoison); }
@@ -162,6 +175,41 @@ class MiniModel {
       delta_step({state, rows, inputs, out.data()}, device_, workspace());
     } else {
       delta_decode({state, rows, plan.tokens_per_row, inputs, readout, out.data()}, device_, workspace());
+    }
+    return out;
+  }
+
+  std::vector<float> run_mamba2(StatePool& pool, int index, const StepPlan& plan, const StateRows& rows,
+                                const std::vector<int>& tokens) {
+    const auto& layer = std::get<Mamba2Layer>(layout_.layers[index]);
+    const Mamba2Shape& shape = layer.shape;
+    const int channels = layer.conv_channels, inner = shape.heads * shape.head_size;
+    const std::vector<float> x = gather(tables_[index].features, tokens, channels);
+    std::vector<float> mixed = poisoned(x.size()), out = poisoned(tokens.size() * inner);
+    conv1d({.state = pool.conv_state(index),
+            .rows = rows,
+            .token_begin = plan.token_begin,
+            .x = x.data(),
+            .x_stride = channels,
+            .weight = tables_[index].weight.data(),
+            .out = mixed.data()},
+           device_);
+    const std::vector<float> dt = gather(tables_[index].gate, tokens, shape.heads);
+    const Mamba2Heads heads{tables_[index].a_log.data(), tables_[index].d.data()};
+    const Mamba2Tokens inputs{.x = mixed.data(),
+                              .b = mixed.data() + inner,
+                              .c = mixed.data() + inner + shape.groups * shape.state_size,
+                              .dt = dt.data(),
+                              .x_stride = channels,
+                              .b_stride = channels,
+                              .c_stride = channels};
+    const Mamba2State state = pool.mamba2_state(index);
+    if (plan.kind == StepKind::kPrefill) {
+      mamba2_prefill({state, rows, heads, plan.token_begin, inputs, out.data()}, device_, workspace());
+    } else if (plan.kind == StepKind::kConventional) {
+      mamba2_step({state, rows, heads, inputs, out.data()}, device_, workspace());
+    } else {
+      mamba2_decode({state, rows, heads, plan.tokens_per_row, inputs, readout, out.data()}, device_, workspace());
     }
     return out;
   }

@@ -73,11 +73,13 @@ TEST(Perplexity, AllWaysToReadAgree) {
   Device device(2);
   EXPECT_LE(std::fabs(score_by_prefill(random_model(), device, text, kToTheEnd).bits / expected - 1), kFloat32Bound);
   const double conventional =
-      score_by_decoding(random_model(), device, text, Decoder::kConventional, 8, 3, kToTheEnd).bits;
+      score_by_decoding(random_model(), device, text, replayssm::Decoder::kConventional, 8, 3, kToTheEnd).bits;
   EXPECT_LE(std::fabs(conventional / expected - 1), kFloat32Bound);
   for (const int batch : {1, 2, 16}) {
-    EXPECT_EQ(score_by_decoding(random_model(), device, text, Decoder::kExact, 5, batch, kToTheEnd).bits, conventional);
-    const double replay = score_by_decoding(random_model(), device, text, Decoder::kReplay, 5, batch, kToTheEnd).bits;
+    EXPECT_EQ(score_by_decoding(random_model(), device, text, replayssm::Decoder::kExact, 5, batch, kToTheEnd).bits,
+              conventional);
+    const double replay =
+        score_by_decoding(random_model(), device, text, replayssm::Decoder::kReplay, 5, batch, kToTheEnd).bits;
     EXPECT_LE(std::fabs(replay / expected - 1), kFloat32Bound);
   }
   ScoredText other = text;
@@ -93,7 +95,7 @@ TEST(Perplexity, StopsWhenTold) {
     last = done;
     return done < 10;
   };
-  score_by_decoding(random_model(), device, text, Decoder::kReplay, 5, 2, stop);
+  score_by_decoding(random_model(), device, text, replayssm::Decoder::kReplay, 5, 2, stop);
   EXPECT_EQ(last, 10);
 }
 

@@ -407,23 +407,27 @@ TEST(StatePool, ACorruptedStateIsSeen) {
   EXPECT_EQ(error_after([](MiniModel&, StatePool&) {}), 0.0) << "the test itself";
   EXPECT_GT(error_after([](MiniModel& model, StatePool&) { model.history_shift = -1; }), kFloat32Bound) << "cursor";
   constexpr int kRecord = (13 + 2) % (kWindow + kMaxStep);  // where record 2 of the ring lies
-  for (const int layer : {0, 2}) {
-    const auto error = [layer](auto&& change) {
-      return error_after([&](MiniModel&, StatePool& pool) { change(pool.delta_state(layer)); });
-    };
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.checkpoint, s.shape.key_size); }), kFloat32Bound);
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_k + kRecord * s.shape.key_size, s.shape.key_size); }),
-              kFloat32Bound);
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_k_scale + kRecord, 1); }), kFloat32Bound);
-    if (layer == 0) {
-      EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_gram + kRecord * s.capacity + kRecord - 1, 1); }),
-                kFloat32Bound);
+  for (const int layer : {0, 2, 4}) {
+    EXPECT_GT(error_after([layer](MiniModel&, StatePool& pool) {
+                spoil(pool.checkpoint(layer), pool.arrays(layer)->checkpoint[2]);
+              }),
+              kFloat32Bound)
+        << "checkpoint of layer " << layer;
+    const StateLayout layout = mini_layout(kWindow, kMaxStep);
+    const std::vector<RingArray> ring = recurrent_arrays(layout.layers[layer], layout.ring_capacity())->ring;
+    for (size_t i = 0; i < ring.size(); ++i) {
+      const RingArray& array = ring[i];
+      if (array.size == 0) continue;
+      EXPECT_GT(error_after([&](MiniModel&, StatePool& pool) {
+                  float* record = pool.ring(layer, i) + kRecord * array.size;
+                  if (array.is_square)
+                    spoil(record + kRecord - 1, 1);
+                  else
+                    spoil(record, array.size);
+                }),
+                kFloat32Bound)
+          << array.name << " of layer " << layer;
     }
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_v + kRecord * s.shape.value_size, s.shape.value_size); }),
-              kFloat32Bound);
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_decay + kRecord * s.shape.gate_size, s.shape.gate_size); }),
-              kFloat32Bound);
-    EXPECT_GT(error([](const DeltaState& s) { spoil(s.ring_beta + kRecord, 1); }), kFloat32Bound);
     EXPECT_GT(error_after([layer](MiniModel&, StatePool& pool) {
                 const Conv1dState conv = pool.conv_state(layer);
                 spoil(conv.window + 16 % conv.capacity * conv.channels, conv.channels);  // the last token's input
@@ -449,9 +453,10 @@ TEST(StatePool, SizesComeFromABudgetOrACount) {
   const StateLayout layout = mini_layout(kWindow, kMaxStep);
   const SlotBytes bytes = slot_bytes(layout);
   const int C = kWindow + kMaxStep;
-  EXPECT_EQ(bytes.checkpoint, 4u * (4 * 8 * 16 + 3 * 4 * 32));
-  EXPECT_EQ(bytes.ring, 4u * C * (2 * (16 + 1 + C) + 4 * (8 + 2) + 3 * (32 + 1) + 3 * (4 + 32 + 1)));
-  EXPECT_EQ(bytes.convolution, 4u * ((3 + kMaxStep) * 96 + (2 + kMaxStep) * 204));
+  EXPECT_EQ(bytes.checkpoint, 4u * (4 * 8 * 16 + 3 * 4 * 32 + 4 * 8 * 16));
+  EXPECT_EQ(bytes.ring,
+            4u * C * (2 * (16 + 1 + C) + 4 * (8 + 2) + 3 * (32 + 1) + 3 * (4 + 32 + 1) + 4 * 8 + 2 * 16 + 4 * 2));
+  EXPECT_EQ(bytes.convolution, 4u * ((3 + kMaxStep) * 96 + (2 + kMaxStep) * 204 + (3 + kMaxStep) * 96));
   EXPECT_EQ(kv_token_bytes(layout), 2u * 4 * 2 * 4 + 4 * 6);  // no values beside the latents
   const size_t one = pool_bytes(layout, pool_size(layout, 1, 100));
   EXPECT_EQ(one, bytes.total() + 13 * 8 * kv_token_bytes(layout));
