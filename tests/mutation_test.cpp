@@ -103,6 +103,13 @@ const char* const kNemotronConfig = R"({"model_type":"nemotron_h","tie_word_embe
   "topk_group":2,"moe_intermediate_size":128,"moe_latent_size":48,"moe_shared_expert_intermediate_size":64,
   "norm_topk_prob":true,"routed_scaling_factor":2.5,"layer_norm_epsilon":1e-05,"eos_token_id":[2,11]})";
 
+const char* const kKimiConfig = R"({"model_type":"kimi_linear","vocab_size":6144,"hidden_size":256,
+  "intermediate_size":640,"num_hidden_layers":4,"num_attention_heads":4,"model_max_length":2048,"kv_lora_rank":64,
+  "q_lora_rank":48,"qk_nope_head_dim":32,"qk_rope_head_dim":16,"v_head_dim":32,"num_experts":16,
+  "num_experts_per_token":4,"moe_intermediate_size":128,"num_shared_experts":1,"first_k_dense_replace":1,
+  "moe_layer_freq":1,"num_expert_group":4,"topk_group":2,"routed_scaling_factor":2.5,"linear_attn_config":{
+  "kda_layers":[1,2,4],"full_attn_layers":[3],"num_heads":4,"head_dim":64,"gate_lower_bound":-5}})";
+
 void check_config(const std::string& text) {
   const ModelConfig config = parse_config(text, "", "");
   const json outer = json::parse(text);
@@ -117,11 +124,15 @@ void check_config(const std::string& text) {
     EXPECT_EQ(fields.at("num_experts"), experts->experts);
     EXPECT_TRUE(experts->top_k >= 1 && experts->top_k <= experts->experts);
   }
-  EXPECT_EQ(fields.at("max_position_embeddings"), config.context_tokens);
+  const bool is_kimi = config.model_type == "kimi_linear";
+  const bool has_length = is_kimi && !fields.value("model_max_length", json()).is_null();
+  EXPECT_EQ(fields.at(has_length ? "model_max_length" : "max_position_embeddings"), config.context_tokens);
   EXPECT_GT(config.hidden_size, 0);
   if (const auto* delta = config.first<DeltaConfig>()) {  // a mutated pattern may have one kind alone
     const DeltaShape& shape = delta->shape;
-    EXPECT_EQ(fields.at("linear_num_value_heads"), shape.heads);
+    const json heads = is_kimi ? fields.at("linear_attn_config").at("num_heads") : fields.at("linear_num_value_heads");
+    EXPECT_EQ(heads, shape.heads);
+    EXPECT_LE(delta->lower_bound, 0);
     EXPECT_EQ(shape.heads % shape.key_heads, 0);
     EXPECT_TRUE(shape.key_size % 16 == 0 && shape.key_size <= 256 && shape.value_size % 4 == 0);
   }
@@ -130,6 +141,10 @@ void check_config(const std::string& text) {
     EXPECT_EQ(attention->query_heads % attention->kv_heads, 0);
     EXPECT_TRUE(attention->rotary_size % 2 == 0 && attention->rotary_size <= attention->head_size);
     EXPECT_TRUE(attention->rope_theta >= 1);
+  }
+  if (const auto* attention = config.first<LatentAttentionConfig>()) {
+    EXPECT_EQ(fields.at("num_attention_heads"), attention->heads);
+    EXPECT_EQ(fields.at("kv_lora_rank"), attention->latent_size);
   }
   EXPECT_GT(config.norm_epsilon, 0);
   for (const int32_t token : config.end_tokens) EXPECT_TRUE(token >= 0 && token < config.vocabulary);
@@ -160,8 +175,10 @@ void check_nemotron_config(const std::string& text) {
 }
 
 TEST(Mutation, Config) {
-  const std::pair<const char*, void (*)(const std::string&)> sources[] = {
-      {kConfig, check_config}, {kExpertsConfig, check_config}, {kNemotronConfig, check_nemotron_config}};
+  const std::pair<const char*, void (*)(const std::string&)> sources[] = {{kConfig, check_config},
+                                                                          {kExpertsConfig, check_config},
+                                                                          {kKimiConfig, check_config},
+                                                                          {kNemotronConfig, check_nemotron_config}};
   for (const auto& [source, check] : sources) {
     check(source);
     const auto counts = survive_mutations(

@@ -90,7 +90,8 @@ DeltaState StatePool::delta_state(int index) {
   state.checkpoint = memory.checkpoint.data();
   float** const arrays[] = {&state.ring_k, &state.ring_k_scale, &state.ring_gram,
                             &state.ring_v, &state.ring_decay,   &state.ring_beta};
-  for (size_t i = 0; i < std::size(arrays); ++i) *arrays[i] = memory.ring[i].data();
+  for (size_t i = 0; i < std::size(arrays); ++i)
+    *arrays[i] = memory.ring[i].size() == 0 ? nullptr : memory.ring[i].data();
   return state;
 }
 
