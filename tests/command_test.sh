@@ -84,9 +84,9 @@ expect_error "context of [0-9]+ tokens" generate "$model" -p x -n 1000000
 yes "many words" | head -c 200000 >"$files/long"
 expect_error "context of [0-9]+ tokens" generate "$model" --prompt-file "$files/long"
 expect_error "at most [0-9]+ bytes" generate "$model" --prompt-file /dev/zero
-expect_error "$files/nothing: No such file" eval ppl "$model" --text "$files/nothing"
+expect_error "$files/nothing: cannot be opened: No such file" eval ppl "$model" --text "$files/nothing"
 : >"$files/empty"
-expect_error "a token to predict" eval ppl "$model" --text "$files/empty"
+expect_error "empty: expected a file with contents" eval ppl "$model" --text "$files/empty"
 
 # Models.
 expect_error "$files/nothing/config.json" generate "$files/nothing" -p x

@@ -13,8 +13,8 @@ namespace replayssm {
 //
 // The file is a safetensors file, all tensors F32, h the history and n the tokens of the cursor:
 //   layers.<i>.checkpoint [H, V, K]
-//   layers.<i>.ring_<name> [heads, h, size]   each array of the layer's ring as recurrent_arrays lists them; of a square
-//                                             one [heads, h, h] (row: the later record; zero unless the column is earlier)
+//   layers.<i>.ring_<name> [heads, h, size]   each array of the layer's ring as recurrent_arrays lists them
+//                          [heads, h, h]      a square one (row: the later record; zero unless the column is earlier)
 //   layers.<i>.convolution [W - 1, channels]  the last inputs
 //   layers.<i>.k, layers.<i>.v [M, n, D]      no v of a layer that keeps latents
 // Records, inputs and keys lie in the order of their tokens, so the file does not depend on the pool's sizes. Its
