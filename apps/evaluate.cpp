@@ -62,6 +62,8 @@ int run_ppl(const PplFlags& flags) {
                 return score_by_decoding(model, device, text, decoder, flags.window, flags.batch, keeps_on);
               });
   if (!goes_on) return kInterruptedStatus;
+  for (const Line& line : lines)
+    require(std::isfinite(line.score.bits), "eval ppl: the model's logits are not finite when read by {}", line.name);
   double largest = 0;
   for (const Line& line : lines)
     largest = std::max(largest, std::fabs(line.score.bits - lines[0].score.bits) / static_cast<double>(text.bytes));

@@ -227,6 +227,13 @@ TEST(KimiConfig, RefusesWhatIsNotSupported) {
       {R"({"num_expert_group": 8})", "that leaves groups of 2 or more, got 8"},
       {R"({"topk_group": 5})", "topk_group: expected an integer in 1 .. 4, got 5"},
       {R"({"topk_group": 1})", "topk_group: expected groups that hold num_experts_per_token (3) experts, got 1 of 2"},
+      {R"({"routed_scaling_factor": 0})", "routed_scaling_factor: expected a number"},
+      {R"({"layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"]})",
+       "layer_types: expected the layers of linear_attn_config"},
+      {R"({"linear_num_heads": 77})", "linear_num_heads: expected"},
+      {R"({"linear_head_dim": 77})", "linear_head_dim: expected"},
+      {R"({"linear_conv_kernel_dim": 77})", "linear_conv_kernel_dim: expected"},
+      {R"({"linear_lower_bound": -7})", "linear_lower_bound: expected"},
       {R"({"num_shared_experts": -1})", "num_shared_experts: expected an integer"},
       {R"({"rms_norm_eps": 0})", "rms_norm_eps: expected a number"},
   };

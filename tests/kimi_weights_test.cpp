@@ -165,6 +165,14 @@ TEST(KimiWeights, RefusalsNameTheTensor) {
       wrong.write(other);
       expect_refusal([&] { ModelFixture fixture(other.path()); }, key, shape_text(longer));
     }
+    ModelDirectory more(name);
+    const int layers = more.config.at("num_hidden_layers");
+    const std::string one_more = "model.layers." + std::to_string(layers) + ".input_layernorm.weight";
+    more.add(one_more, Dtype::kBF16, {48});
+    const TemporaryDirectory directory;
+    more.write(directory);
+    expect_refusal([&] { ModelFixture fixture(directory.path()); }, one_more,
+                   "expected " + std::to_string(layers) + " layers");
   }
 }
 

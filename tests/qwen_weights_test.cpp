@@ -167,6 +167,9 @@ TEST(QwenWeights, RefusalsNameTheTensor) {
           shape_text(tensor.shape), shape_text(longer));
     }
   }
+  const std::string more = "model.layers.4.input_layernorm.weight";
+  refused(
+      "qwen3_5-tiny", [&](ModelDirectory& model) { model.add(more, Dtype::kBF16, {56}); }, more, "expected 4 layers");
   const std::string gate = "model.layers.2.mlp.gate_proj.weight";
   refused(
       "qwen3_5-tiny",

@@ -11,7 +11,6 @@
 #include "replayssm/core/device.h"
 #include "replayssm/model/language_model.h"
 #include "replayssm/model/model.h"
-
 #include "replayssm/ops/sample.h"
 #include "replayssm/state/pool.h"
 #include "replayssm/state/traffic.h"

@@ -63,7 +63,11 @@ std::vector<bool> parse_attention_layers(const JsonObject& fields, int layers) {
             "{}: expected each of {} layers (num_hidden_layers) in kda_layers or full_attn_layers, "
             "got no {}",
             linear.name(), layers, layer + 1);
-  return {marks.begin(), marks.end()};
+  const std::vector<bool> result(marks.begin(), marks.end());
+  require(!fields.has("layer_types") ||
+              parse_types(fields, "layer_types", layers, "linear_attention", "full_attention") == result,
+          "{}: expected the layers of linear_attn_config, got others", fields.name_of("layer_types"));
+  return result;
 }
 
 DeltaConfig parse_delta(const JsonObject& fields, int64_t layers) {
@@ -87,6 +91,13 @@ DeltaConfig parse_delta(const JsonObject& fields, int64_t layers) {
     delta.lower_bound = own.number(bound, -1000, 0);
     require(delta.lower_bound < 0, "{}: expected a number below 0, got 0", own.name_of(bound));
   }
+  // The other spelling, where both are there, must say the same.
+  require_value(fields, "linear_num_heads", shape.heads);
+  require_value(fields, "linear_head_dim", shape.key_size);
+  require_value(fields, "linear_conv_kernel_dim", delta.conv_width);
+  if (delta.lower_bound < 0) require_value(fields, "linear_lower_bound", delta.lower_bound);
+  if (delta.lower_bound == 0 && is_published)
+    require_nothing(fields, "linear_lower_bound", "linear_attn_config has none");
   require_state(fields, "num_hidden_layers", layers, int64_t{shape.heads} * shape.value_size * shape.key_size);
   return delta;
 }
@@ -115,7 +126,7 @@ RouterConfig parse_router(const JsonObject& fields, int experts, int top_k) {
   router.scores = scores == "sigmoid" ? RouterScores::kSigmoid : RouterScores::kSoftmax;
   router.has_correction = true;
   router.is_normalised = fields.boolean("moe_renormalize", true);
-  router.scale = fields.number("routed_scaling_factor", 0, 1e6, 1);
+  router.scale = fields.number("routed_scaling_factor", 1e-6, 1e6, 1);
   if (!fields.boolean("use_grouped_topk", true)) return router;
   router.groups = static_cast<int>(fields.integer("num_expert_group", 1, experts, 1));
   router.top_groups = static_cast<int>(fields.integer("topk_group", 1, router.groups, 1));

@@ -32,6 +32,8 @@ class KimiLoader {
     Weights weights;
     weights.embedding = whole(prefix_ + "embed_tokens.weight", config_.vocabulary, config_.hidden_size);
     for (const Block& block : config_.blocks) weights.blocks.push_back(load_block(block));
+    loader_.refuse_more_layers(fmt::format("{}layers.{}.input_layernorm.weight", prefix_, config_.layers),
+                               config_.layers);
     weights.norm = norm(prefix_ + "norm.weight");
     if (!config_.has_tied_embeddings)
       weights.lm_head = whole("lm_head.weight", config_.vocabulary, config_.hidden_size);

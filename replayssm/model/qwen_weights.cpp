@@ -22,6 +22,8 @@ class QwenLoader {
     weights.embedding =
         loader_.matrix({loader_.all_rows(prefix_ + "embed_tokens.weight", config_.vocabulary, config_.hidden_size)});
     for (const Block& block : config_.blocks) weights.blocks.push_back(load_block(block));
+    loader_.refuse_more_layers(fmt::format("{}layers.{}.input_layernorm.weight", prefix_, config_.layers),
+                               config_.layers);
     weights.norm = loader_.vector(prefix_ + "norm.weight", config_.hidden_size);
     if (!config_.has_tied_embeddings)
       weights.lm_head = loader_.matrix({loader_.all_rows("lm_head.weight", config_.vocabulary, config_.hidden_size)});

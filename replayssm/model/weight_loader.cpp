@@ -79,6 +79,7 @@ Matrix WeightLoader::matrix(const std::vector<RowRange>& ranges) {
                   {matrix.f32.data() + at, count});
     at += count;
   }
+  count_numbers({static_cast<double>(matrix.outputs), static_cast<double>(matrix.inputs)});
   add_to_hash(std::as_bytes(std::span(matrix.bf16.data(), matrix.bf16.size())));
   add_to_hash(std::as_bytes(std::span(matrix.f32.data(), matrix.f32.size())));
   bytes_ += matrix.bytes();
@@ -109,6 +110,10 @@ std::vector<FeedForwardWeights> WeightLoader::experts(const std::string& name, c
   for (int64_t e = 0; e < config.experts; ++e)
     experts.push_back({matrix({{&up, e * rows, rows}}), matrix({{&down, e * width, width}})});
   return experts;
+}
+
+void WeightLoader::refuse_more_layers(const std::string& name, int layers) const {
+  require(checkpoint_.find(name) == nullptr, "{}: expected {} layers (num_hidden_layers), got more", name, layers);
 }
 
 void WeightLoader::count_numbers(std::initializer_list<double> numbers) {

@@ -51,6 +51,9 @@ class WeightLoader {
   // A depthwise convolution's taps, [width, channels] from [channels, 1, width].
   Buffer<float> convolution(const std::string& name, int64_t channels, int64_t width);
 
+  // Throws Error if there is a tensor of layer `layers`, which a config of that many layers does not count.
+  void refuse_more_layers(const std::string& name, int layers) const;
+
   // Counts numbers of the config that no tensor's shape shows.
   void count_numbers(std::initializer_list<double> numbers);
   std::string fingerprint() const;

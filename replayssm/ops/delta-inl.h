@@ -157,9 +157,9 @@ HWY_INLINE void first_products(const float* read_k, int key_size, const float* f
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   Floats sums[kRows];
+  // Row after row: the hardware recognises one ascending stream, not eight at once.
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) sums[r] = hn::Zero(d);
-    // Row after row: the hardware recognises one ascending stream, not eight at once.
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < key_size; c += lanes) {

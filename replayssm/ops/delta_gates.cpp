@@ -105,6 +105,9 @@ void delta_gates(const DeltaGates& args, Device& device) {
           "delta_gates: expected strides of at least {} gates and {} heads, got {} and {}", gates, args.heads,
           args.a_stride, args.b_stride);
   require(args.lower_bound <= 0, "delta_gates: expected a lower bound <= 0, got {}", args.lower_bound);
+  const void* const pointers[] = {args.a, args.b, args.a_log, args.dt_bias, args.g, args.beta};
+  require(args.tokens == 0 || std::ranges::find(pointers, nullptr) == std::end(pointers),
+          "delta_gates: expected a, b, a_log, dt_bias, g and beta, got a null pointer");
   delta_gates_cpu(args, device);
 }
 

@@ -291,10 +291,11 @@ void delta_prefill(const DeltaPrefill& args, Device& device, std::span<std::byte
     require(args.token_begin[b] <= args.token_begin[b + 1],
             "delta_prefill: expected token_begin not to decrease, got {} then {} at row {}", args.token_begin[b],
             args.token_begin[b + 1], b);
+  const bool has_tokens = args.rows.count > 0 && args.token_begin[args.rows.count] > 0;
+  if (has_tokens) check_tokens("delta_prefill", args.state.shape, args.tokens, args.out);
   // Folds the rings, and brings every row to the checkpoint that the kernel advances in place.
   delta_materialise({args.state, args.rows}, device, workspace);
-  if (args.token_begin[args.rows.count] == 0) return;
-  check_tokens("delta_prefill", args.state.shape, args.tokens, args.out);
+  if (!has_tokens) return;
   delta_prefill_cpu(args, device, workspace);
 }
 

@@ -102,7 +102,7 @@ void route_token(const RouteExperts& args, int64_t token, double* scratch) {
   bool is_finite = true;
   for (int e = 0; e < args.experts; ++e) {
     choice[e] = router.has_correction ? scores[e] + static_cast<double>(args.correction[e]) : scores[e];
-    is_finite = is_finite && std::isfinite(choice[e]);
+    is_finite = is_finite && std::isfinite(choice[e]) && std::isfinite(args.logits[token * args.logits_stride + e]);
   }
   if (!is_finite) {
     for (int i = 0; i < args.top_k; ++i) expert[i] = i;

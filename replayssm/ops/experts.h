@@ -39,9 +39,9 @@ struct RouterConfig {
 // Of equals the lowest number wins. In float64, rounded once. Sources: the routers of transformers 5.17 for Qwen3-Next
 // and Qwen3.5 (softmax), DeepSeek-V3 (arXiv 2412.19437), Nemotron-H and Kimi-Linear (sigmoid).
 //
-// A token's results depend on its own logits alone. If one of its c is not finite, it gets the experts 0 .. top_k-1
-// with NaN weights; other tokens are not affected. Throws Error for tokens < 0, top_k outside 1 .. experts, a router
-// that `check_router` refuses, null pointers, a stride below experts, a workspace that is too small.
+// A token's results depend on its own logits alone. If a logit or one of its c is not finite, it gets the experts
+// 0 .. top_k-1 with NaN weights; other tokens are not affected. Throws Error for tokens < 0, top_k outside 1 ..
+// experts, a router that `check_router` refuses, null pointers, a stride below experts, a workspace that is too small.
 struct RouteExperts {
   int64_t tokens = 0;  // N
   int experts = 0;     // E

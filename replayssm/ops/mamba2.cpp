@@ -331,6 +331,8 @@ void mamba2_gates(const Mamba2Gates& args, Device& device) {
   require(args.time_step_min >= 0 && args.time_step_min <= args.time_step_max,
           "mamba2_gates: expected 0 <= time_step_min <= time_step_max, got {} and {}", args.time_step_min,
           args.time_step_max);
+  require(args.tokens == 0 || (args.dt != nullptr && args.dt_bias != nullptr && args.out != nullptr),
+          "mamba2_gates: expected dt, dt_bias and out, got a null pointer");
   mamba2_gates_cpu(args, device);
 }
 

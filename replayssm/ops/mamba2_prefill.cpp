@@ -216,11 +216,12 @@ void mamba2_prefill(const Mamba2Prefill& args, Device& device, std::span<std::by
     require(args.token_begin[b] <= args.token_begin[b + 1],
             "mamba2_prefill: expected token_begin not to decrease, got {} then {} at row {}", args.token_begin[b],
             args.token_begin[b + 1], b);
+  const bool has_tokens = args.rows.count > 0 && args.token_begin[args.rows.count] > 0;
+  if (has_tokens) check_tokens("mamba2_prefill", args.state.shape, args.tokens, args.out);
   // Folds the rings, and brings every row to the checkpoint that the kernel advances in place.
   check_heads("mamba2_prefill", args.heads);
   mamba2_materialise({args.state, args.rows}, device, workspace);
-  if (args.token_begin[args.rows.count] == 0) return;
-  check_tokens("mamba2_prefill", args.state.shape, args.tokens, args.out);
+  if (!has_tokens) return;
   mamba2_prefill_cpu(args, device, workspace);
 }
 

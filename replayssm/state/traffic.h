@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "replayssm/ops/delta.h"
+#include "replayssm/ops/rows.h"
 #include "replayssm/state/layout.h"
 #include "replayssm/state/step.h"
 
@@ -21,15 +21,15 @@ struct StateTraffic {
 };
 
 // What the step `plan` reads and writes of checkpoints, ring records and convolution inputs, each byte once, all layers
-// and rows; keys and values are not counted. For a row with history h and T tokens, and records of r bytes (k, its
-// scale, v, decays, beta):
+// and rows; keys and values are not counted. For a row with history h and T tokens, and records of r bytes (the layer's
+// ring arrays but square ones, which hold a record's products with older ones):
 //
-//   read     checkpoint + h r + (W-1) inputs, and if the readout is pulled back and the row does not flush the Gram
-//            products of the history, h (h-1) / 2 a key head
-//   written  the checkpoint unless it is a replay step that does not flush; in replay steps T r and the window's Gram
-//            products, T h' + T (T-1) / 2 a key head, h' = 0 if the row flushes and h otherwise; the last inputs
+//   read     checkpoint + h r + (W-1) inputs, and if the readout is direct and the row does not flush the products of
+//            the history, h (h-1) / 2 a head of a square array
+//   written  the checkpoint unless it is a replay step that does not flush; in replay steps T r and the window's
+//            products, T h' + T (T-1) / 2 a head, h' = 0 if the row flushes and h otherwise; the last inputs
 //
-// `readout` is that of replay steps; the other kinds read no Gram products. A layer with a gate a channel has none.
+// `readout` is that of replay steps; the other kinds read no products.
 StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, Readout readout);
 
 }  // namespace replayssm
