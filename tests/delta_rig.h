@@ -12,32 +12,6 @@
 
 namespace replayssm::test {
 
-// The two forms of the gate, which every law walks.
-enum class DeltaGate { kHead, kChannel };
-
-inline DeltaShape gated(DeltaShape shape, DeltaGate gate) {
-  shape.gate_size = gate == DeltaGate::kHead ? 1 : shape.key_size;
-  return shape;
-}
-
-// The shapes that the laws of every shape walk: head ratios 1 to 4, sizes that are no powers of two, the models' own.
-struct DeltaCase {
-  const char* name;
-  DeltaShape shape;
-};
-inline std::vector<DeltaCase> delta_cases(DeltaGate gate) {
-  std::vector<DeltaCase> cases = {{"small", {4, 2, 32, 16}},
-                                  {"ratio1", {2, 2, 64, 64}},
-                                  {"ratio3", {6, 2, 128, 80}},
-                                  {"least", {3, 3, 16, 4}},
-                                  {"ratio4_wide", {4, 1, 256, 12}},
-                                  {"key48", {2, 1, 48, 20}},
-                                  {"qwen3.5-4b part", {4, 2, 128, 128}},
-                                  {"kimi-linear-48b part", {2, 2, 128, 128}}};
-  for (DeltaCase& c : cases) c.shape = gated(c.shape, gate);
-  return cases;
-}
-
 // Random inputs of N tokens: keys correlated as in trained models, gates from slow to fast.
 struct DeltaInputs {
   DeltaInputs(const DeltaShape& of, int64_t tokens, std::mt19937_64& random, float g_low = -1.5f, float g_high = 0.0f)
@@ -60,6 +34,18 @@ struct DeltaInputs {
     part(beta, from.beta, shape.heads);
   }
 
+  // One number of a token's value, key or gate, of its first head.
+  void set_value(int64_t token, float value) { v[token * shape.heads * shape.value_size] = value; }
+  void set_key(int64_t token, float value) { k[token * shape.key_heads * shape.key_size] = value; }
+  void set_gate(int64_t token, float value) { g[token * shape.heads * shape.gate_size] = value; }
+  // All inputs of a token but beta; its log-decays get -value.
+  void fill(int64_t token, float value) {
+    std::fill_n(&q[token * shape.key_heads * shape.key_size], shape.key_heads * shape.key_size, value);
+    std::fill_n(&k[token * shape.key_heads * shape.key_size], shape.key_heads * shape.key_size, value);
+    std::fill_n(&v[token * shape.heads * shape.value_size], shape.heads * shape.value_size, value);
+    std::fill_n(&g[token * shape.heads * shape.gate_size], shape.heads * shape.gate_size, -value);
+  }
+
   DeltaTokens tokens(int64_t first = 0) const {
     const int64_t keys = int64_t(shape.key_heads) * shape.key_size, values = int64_t(shape.heads) * shape.value_size;
     return {&q[first * keys],
@@ -80,10 +66,6 @@ struct DeltaInputs {
   DeltaShape shape;
   std::vector<float> q, k, v, g, beta;
 };
-
-inline ref::DeltaSequence oracle_of(const DeltaShape& shape) {
-  return {shape.heads, shape.key_heads, shape.key_size, shape.value_size, shape.gate_size};
-}
 
 class DeltaRig {
  public:
@@ -122,6 +104,12 @@ class DeltaRig {
   size_t state_size() const { return size_t(state.shape.heads) * state.shape.value_size * state.shape.key_size; }
   size_t out_size() const { return size_t(state.shape.heads) * state.shape.value_size; }
   std::span<float> slot_state(int slot) { return {&checkpoint[slot * state_size()], state_size()}; }
+  std::vector<float> rings() const {
+    std::vector<float> all;
+    for (const std::vector<float>* ring : {&ring_k, &ring_k_scale, &ring_gram, &ring_v, &ring_decay, &ring_beta})
+      all.insert(all.end(), ring->begin(), ring->end());
+    return all;
+  }
   void clear(int slot) {
     std::ranges::fill(slot_state(slot), 0.0f);
     cursors[slot] = {};

@@ -55,11 +55,12 @@ struct Mamba2Inputs {
   void set_value(int64_t token, float value) { x[token * shape.heads * shape.head_size] = value; }
   void set_key(int64_t token, float value) { b[token * shape.groups * shape.state_size] = value; }
   void set_gate(int64_t token, float value) { dt[token * shape.heads] = value; }
-  // All inputs of a token but its gate.
+  // All inputs of a token but z.
   void fill(int64_t token, float value) {
     std::fill_n(&x[token * shape.heads * shape.head_size], shape.heads * shape.head_size, value);
     std::fill_n(&b[token * shape.groups * shape.state_size], shape.groups * shape.state_size, value);
     std::fill_n(&c[token * shape.groups * shape.state_size], shape.groups * shape.state_size, value);
+    std::fill_n(&dt[token * shape.heads], shape.heads, value);
   }
 
   Mamba2Tokens tokens(int64_t first = 0) const {

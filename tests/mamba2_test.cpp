@@ -17,6 +17,7 @@ struct Mamba2Family {
   using Inputs = Mamba2Inputs;
   using Rig = Mamba2Rig;
   using Oracle = ref::Mamba2Sequence;
+  static constexpr int kValueUnit = 8;
 
   // Head ratios 1 to 4 and one that is cut into parts; 1, 2 and 8 groups; sizes that are no powers of two.
   static std::vector<NamedShape<Mamba2Shape>> shapes() {

@@ -42,7 +42,8 @@ struct PrefillScratch {
   float* solve;           // [chunk, chunk] -beta_i k_i.k_j e^{s_i - s_j}
   float* mix;             // [chunk, chunk] q_i.k_j e^{s_i - s_j}
   float* decays;          // [chunk] e^{s_i}; with a gate a channel ones, the decays being in the arrays below
-  float* sums;            // [chunk] s_i; with one gate a head, like the next
+  float* sums;            // [chunk] s_i rounded; with one gate a head, like the next two
+  float* rests;           // [chunk] what rounding took
   float* remaining;       // [chunk] e^{s_last - s_i}
   float* decayed;         // [2 chunk, K] e^{s_i} k_i, then e^{s_i} q_i; with a gate a channel, like the next two
   float* carried;         // [chunk, K] e^{s_last - s_j} k_j
@@ -63,9 +64,8 @@ PrefillScratch take_prefill_scratch(Carver& memory, const DeltaShape& shape) {
   scratch.solve = memory.take<float>(kChunk * kChunk);
   scratch.mix = memory.take<float>(kChunk * kChunk);
   const bool is_per_channel = shape.gate_size > 1;
-  scratch.sums = memory.take<float>(kChunk + kExpPadding);
-  scratch.decays = memory.take<float>(kChunk + kExpPadding);
-  scratch.remaining = memory.take<float>(kChunk + kExpPadding);
+  for (float** sums : {&scratch.sums, &scratch.rests, &scratch.decays, &scratch.remaining})
+    *sums = memory.take<float>(kChunk + kExpPadding);
   scratch.decayed = memory.take<float>(is_per_channel ? 2 * kChunk * K : 0);
   scratch.carried = memory.take<float>(is_per_channel ? kChunk * K : 0);
   scratch.prefix = memory.take<float>(is_per_channel ? K : 0);
@@ -107,26 +107,32 @@ HWY_INLINE void prepare_head(const DeltaWindow& window, int head, const PrefillS
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const int count = window.tokens;
-  float sum = 0;
-  for (int t = 0; t < count; ++t) scratch.sums[t] = sum += *window.g(t, head);
-  std::fill(scratch.sums + count, scratch.sums + kChunk + kExpPadding, sum);
+  double sum = 0;  // so that differences of far sums keep a float's precision
+  for (int t = 0; t < count; ++t) {
+    sum += *window.g(t, head);
+    scratch.sums[t] = static_cast<float>(sum);
+    scratch.rests[t] = static_cast<float>(sum - scratch.sums[t]);
+  }
+  for (float* sums : {scratch.sums, scratch.rests})
+    std::fill(sums + count, sums + kChunk + kExpPadding, sums[count - 1]);
   for (int t = 0; t < kChunk; ++t) {
     scratch.decays[t] = scratch.sums[t];
-    scratch.remaining[t] = sum - scratch.sums[t];
+    scratch.remaining[t] = (scratch.sums[count - 1] - scratch.sums[t]) + (scratch.rests[count - 1] - scratch.rests[t]);
   }
   exp_in_place(scratch.decays, kChunk);
   exp_in_place(scratch.remaining, kChunk);
   for (int i = 0; i < count; ++i) {
-    const Floats own_sum = hn::Set(d, scratch.sums[i]);
+    const Floats own_sum = hn::Set(d, scratch.sums[i]), own_rest = hn::Set(d, scratch.rests[i]);
     const Floats minus_beta = hn::Set(d, -window.beta(i, head));
     float* solve = scratch.solve + static_cast<ptrdiff_t>(i) * kChunk;
     float* mix = scratch.mix + static_cast<ptrdiff_t>(i) * kChunk;
     const float* keys = scratch.products + static_cast<ptrdiff_t>(i) * kChunk;
     const float* queries = scratch.products + static_cast<ptrdiff_t>(count + i) * kChunk;
     for (int j = 0; j <= i; j += lanes) {
+      const Floats exponent =
+          hn::Add(hn::Sub(own_sum, hn::LoadU(d, scratch.sums + j)), hn::Sub(own_rest, hn::LoadU(d, scratch.rests + j)));
       // Later tokens get no positive exponent; their entries are cleared below.
-      const Floats exponent = hn::Min(hn::Sub(own_sum, hn::LoadU(d, scratch.sums + j)), hn::Zero(d));
-      const Floats decay = exponential(exponent);
+      const Floats decay = exponential(hn::IfThenElse(hn::Gt(exponent, hn::Zero(d)), hn::Zero(d), exponent));
       hn::StoreU(hn::Mul(hn::Mul(minus_beta, decay), hn::LoadU(d, keys + j)), d, solve + j);
       hn::StoreU(hn::Mul(decay, hn::LoadU(d, queries + j)), d, mix + j);
     }
