@@ -26,9 +26,10 @@ struct Heads {
   int value_size() const { return latent_size > 0 ? latent_size : size; }
   int width() const { return query_heads * value_size(); }  // of a token's output
 };
-// The last five keep latents: the sizes of Kimi-Linear, odd ones, nothing beside the latent, two heads of them.
-const Heads kHeads[] = {{8, 2, 64, 16},     {4, 4, 20, 64},     {6, 1, 256, 7},        {5, 1, 17, 128},
-                        {2, 2, 1, 1},       {40, 1, 48, 32},    {32, 1, 576, 16, 512}, {3, 1, 44, 5, 35},
+// The last five keep latents: the sizes of a head of Kimi-Linear, odd ones, nothing beside the latent, two heads of
+// them.
+const Heads kHeads[] = {{8, 2, 64, 16},     {4, 4, 20, 64},     {6, 1, 256, 7},       {5, 1, 17, 128},
+                        {2, 2, 1, 1},       {40, 1, 48, 32},    {2, 1, 576, 16, 512}, {3, 1, 44, 5, 35},
                         {5, 1, 24, 64, 24}, {20, 1, 33, 16, 1}, {6, 2, 40, 7, 32}};
 
 // One sequence's q, k, v in rows of a projection, [positions, Q + 2 M, D]; a latent cache leaves the values alone.
