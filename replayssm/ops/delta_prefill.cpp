@@ -292,11 +292,7 @@ void delta_prefill_cpu(const DeltaPrefill& args, Device& device, std::span<std::
 }
 
 void delta_prefill(const DeltaPrefill& args, Device& device, std::span<std::byte> workspace) {
-  require(args.token_begin != nullptr && args.token_begin[0] == 0, "delta_prefill: expected token_begin to start at 0");
-  for (int b = 0; b < args.rows.count; ++b)
-    require(args.token_begin[b] <= args.token_begin[b + 1],
-            "delta_prefill: expected token_begin not to decrease, got {} then {} at row {}", args.token_begin[b],
-            args.token_begin[b + 1], b);
+  check_token_begin("delta_prefill", args.rows, args.token_begin);
   const bool has_tokens = args.rows.count > 0 && args.token_begin[args.rows.count] > 0;
   if (has_tokens) check_tokens("delta_prefill", args.state.shape, args.tokens, args.out);
   // Folds the rings, and brings every row to the checkpoint that the kernel advances in place.

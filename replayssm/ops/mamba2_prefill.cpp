@@ -210,16 +210,11 @@ void mamba2_prefill_cpu(const Mamba2Prefill& args, Device& device, std::span<std
 }
 
 void mamba2_prefill(const Mamba2Prefill& args, Device& device, std::span<std::byte> workspace) {
-  require(args.token_begin != nullptr && args.token_begin[0] == 0,
-          "mamba2_prefill: expected token_begin to start at 0");
-  for (int b = 0; b < args.rows.count; ++b)
-    require(args.token_begin[b] <= args.token_begin[b + 1],
-            "mamba2_prefill: expected token_begin not to decrease, got {} then {} at row {}", args.token_begin[b],
-            args.token_begin[b + 1], b);
+  check_token_begin("mamba2_prefill", args.rows, args.token_begin);
   const bool has_tokens = args.rows.count > 0 && args.token_begin[args.rows.count] > 0;
   if (has_tokens) check_tokens("mamba2_prefill", args.state.shape, args.tokens, args.out);
-  // Folds the rings, and brings every row to the checkpoint that the kernel advances in place.
   check_heads("mamba2_prefill", args.heads);
+  // Folds the rings, and brings every row to the checkpoint that the kernel advances in place.
   mamba2_materialise({args.state, args.rows}, device, workspace);
   if (!has_tokens) return;
   mamba2_prefill_cpu(args, device, workspace);

@@ -30,6 +30,13 @@ void check_workspace(const char* op, std::span<std::byte> workspace, size_t need
   require(reinterpret_cast<uintptr_t>(workspace.data()) % 64 == 0, "{}: expected a workspace aligned to 64 bytes", op);
 }
 
+void check_token_begin(const char* op, const StateRows& rows, const int32_t* token_begin) {
+  require(token_begin != nullptr && token_begin[0] == 0, "{}: expected token_begin to start at 0", op);
+  for (int b = 0; b < rows.count; ++b)
+    require(token_begin[b] <= token_begin[b + 1], "{}: expected token_begin not to decrease, got {} then {} at row {}",
+            op, token_begin[b], token_begin[b + 1], b);
+}
+
 void check_window(const char* op, int tokens_per_row, int window, int capacity) {
   require(tokens_per_row >= 1 && tokens_per_row <= window, "{}: expected 1 to {} tokens a row (the window), got {}", op,
           window, tokens_per_row);

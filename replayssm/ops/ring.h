@@ -38,6 +38,8 @@ inline int ring_position(int start, int j, int capacity) {
 void check_ring(const char* op, int window, int capacity);
 void check_rows(const char* op, const StateRows& rows, int64_t slots, int64_t checkpoints, int window);
 void check_workspace(const char* op, std::span<std::byte> workspace, size_t needed_bytes);
+// Throws Error unless token_begin [rows.count + 1] starts at 0 and does not decrease.
+void check_token_begin(const char* op, const StateRows& rows, const int32_t* token_begin);
 // Throws Error unless a replay step may have `tokens_per_row` tokens a row.
 void check_window(const char* op, int tokens_per_row, int window, int capacity);
 
