@@ -17,6 +17,7 @@
 #include <limits>
 #include <span>
 
+#include "replayssm/core/cuda_device.h"
 #include "replayssm/core/device.h"
 #include "replayssm/ops/rows.h"
 
@@ -34,19 +35,23 @@ struct Mamba2Shape {
 };
 
 // One layer's state for all slots of a pool. The ring keeps the inputs of the recurrence, nothing computed from a read
-// of the state.
-struct Mamba2State {
+// of the state. T is the type of the layer's activations: float on the CPU; float, Bf16 or Fp16 on a GPU. x and B are
+// kept in it, unrounded.
+template <typename T>
+struct BasicMamba2State {
   Mamba2Shape shape;
   int64_t slots = 0;
   int64_t checkpoints = 0;
   int window = 0;               // L >= 1
   int capacity = 0;             // C > L
-  float* checkpoint = nullptr;  // [checkpoints, H, P, N]
-  float* ring_x = nullptr;      // [slots, H, C, P]
-  float* ring_b = nullptr;      // [slots, G, C, N]
+  float* checkpoint = nullptr;  // [checkpoints, H, P, N], or as planes (rows.h)
+  T* ring_x = nullptr;          // [slots, H, C, P]
+  T* ring_b = nullptr;          // [slots, G, C, N]
   float* ring_dt = nullptr;     // [slots, H, C] dt'
   float* ring_decay = nullptr;  // [slots, H, C] e^(A dt')
+  CheckpointForm form = CheckpointForm::kWords;
 };
+using Mamba2State = BasicMamba2State<float>;
 
 // The layer's weights.
 struct Mamba2Heads {
@@ -57,61 +62,87 @@ struct Mamba2Heads {
 // The inputs of the tokens of a call. Consecutive tokens of x, b, c and z are `*_stride` elements apart, so that all
 // may lie in one row of a projection; within a token heads and groups are contiguous. dt is dense. None may overlap an
 // output.
-struct Mamba2Tokens {
-  const float* x = nullptr;   // [tokens, H, P], x_stride
-  const float* b = nullptr;   // [tokens, G, N], b_stride
-  const float* c = nullptr;   // [tokens, G, N], c_stride
+template <typename T>
+struct BasicMamba2Tokens {
+  const T* x = nullptr;       // [tokens, H, P], x_stride
+  const T* b = nullptr;       // [tokens, G, N], b_stride
+  const T* c = nullptr;       // [tokens, G, N], c_stride
   const float* dt = nullptr;  // [tokens, H] dt' >= 0
-  const float* z = nullptr;   // [tokens, H, P], z_stride; or null: no z gate
+  const T* z = nullptr;       // [tokens, H, P], z_stride; or null: no z gate
   int64_t x_stride = 0, b_stride = 0, c_stride = 0, z_stride = 0;
 };
+using Mamba2Tokens = BasicMamba2Tokens<float>;
 
 // Conventional decoding: one token a row. Folds the row's history, if any, steps, and writes checkpoint_out.
-struct Mamba2Step {
-  Mamba2State state;
+template <typename T, typename Out>
+struct BasicMamba2Step {
+  BasicMamba2State<T> state;
   StateRows rows;
   Mamba2Heads heads;
-  Mamba2Tokens tokens;   // B tokens
-  float* out = nullptr;  // [B, H, P]
+  BasicMamba2Tokens<T> tokens;  // B tokens
+  Out* out = nullptr;           // [B, H, P]
 };
+using Mamba2Step = BasicMamba2Step<float, float>;
 void mamba2_step(const Mamba2Step& args, Device& device, std::span<std::byte> workspace);
 
 // ReplaySSM: a window of T tokens a row, 1 <= T <= L. Appends the window's records at logical history .. history+T-1.
 // A row with history + T > L flushes first: its history is folded into checkpoint_out (the caller then moves the
 // cursor to base + history, 0); otherwise no checkpoint is written. A flushing row's outputs come from the folded
 // state.
-struct Mamba2Decode {
-  Mamba2State state;
+template <typename T, typename Out>
+struct BasicMamba2Decode {
+  BasicMamba2State<T> state;
   StateRows rows;
   Mamba2Heads heads;
-  int tokens_per_row = 1;  // T <= C - L
-  Mamba2Tokens tokens;     // B * T tokens, a row's together
+  int tokens_per_row = 1;       // T <= C - L
+  BasicMamba2Tokens<T> tokens;  // B * T tokens, a row's together
   // kDirect reads the checkpoint once without writing it, s_j the inclusive prefix sum of A dt' over the n records in
   // view:  y = e^{s_n} S0 C_n + sum_j dt'_j e^{s_n - s_j} (B_j . C_n) x_j + D x_n
   Readout readout = Readout::kDirect;
-  float* out = nullptr;  // [B * T, H, P]
+  Out* out = nullptr;  // [B * T, H, P]
 };
+using Mamba2Decode = BasicMamba2Decode<float, float>;
 void mamba2_decode(const Mamba2Decode& args, Device& device, std::span<std::byte> workspace);
 
 // Prefill: row b holds tokens token_begin[b] .. token_begin[b+1]-1 (possibly none). Folds the row's history, runs the
 // tokens in chunks of matrix products from that state, writes checkpoint_out. Equal to mamba2_step up to rounding.
-struct Mamba2Prefill {
-  Mamba2State state;
+template <typename T, typename Out>
+struct BasicMamba2Prefill {
+  BasicMamba2State<T> state;
   StateRows rows;
   Mamba2Heads heads;
   const int32_t* token_begin = nullptr;  // [B + 1], non-decreasing from 0
-  Mamba2Tokens tokens;                   // token_begin[B] tokens
-  float* out = nullptr;                  // [token_begin[B], H, P]
+  BasicMamba2Tokens<T> tokens;           // token_begin[B] tokens
+  Out* out = nullptr;                    // [token_begin[B], H, P]
 };
+using Mamba2Prefill = BasicMamba2Prefill<float, float>;
 void mamba2_prefill(const Mamba2Prefill& args, Device& device, std::span<std::byte> workspace);
 
 // checkpoint_out[b] <- checkpoint_in[b] with the first rows.history[b] records folded in. The source keeps its bits
 // unless both name one checkpoint.
-struct Mamba2Materialise {
-  Mamba2State state;
+template <typename T>
+struct BasicMamba2Materialise {
+  BasicMamba2State<T> state;
   StateRows rows;
 };
+using Mamba2Materialise = BasicMamba2Materialise<float>;
 void mamba2_materialise(const Mamba2Materialise& args, Device& device, std::span<std::byte> workspace);
+
+// The same four on a GPU, queued on its stream. Every pointer is of device memory, those of `rows` and token_begin too,
+// and is read when the work runs: no call depends on a cursor's value, and a captured call serves any. Types (T, Out):
+// (float, float), (Bf16, Bf16), (Bf16, float), (Fp16, Fp16), (Fp16, float); all arithmetic is FP32 whatever they are.
+// state_size: a multiple of 16, at most 128; window + tokens_per_row at most 64; tokens_per_row at most 16. Pointers
+// and strides are multiples of 16 bytes (g, beta and dt excepted), workspace may be empty. A prefill runs the step's
+// update token by token: its outputs and state have the bits of that many steps. A row whose slot or checkpoint lies
+// outside the pool has NaN for outputs, and CudaDevice::synchronize names it.
+template <typename T, typename Out>
+void mamba2_step(const BasicMamba2Step<T, Out>& args, CudaDevice& device, std::span<std::byte> workspace);
+template <typename T, typename Out>
+void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, std::span<std::byte> workspace);
+template <typename T, typename Out>
+void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, std::span<std::byte> workspace);
+template <typename T>
+void mamba2_materialise(const BasicMamba2Materialise<T>& args, CudaDevice& device, std::span<std::byte> workspace);
 
 // The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
 size_t mamba2_workspace_bytes(const Mamba2Shape& shape, int capacity, Device& device);

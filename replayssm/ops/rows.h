@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "replayssm/core/cuda_device.h"
+
 namespace replayssm {
 
 // The slot of a padding row: it reads and writes no state, and its outputs are zeros.
@@ -25,6 +27,18 @@ struct StateRows {
   const int32_t* checkpoint_out = nullptr;  // [B] checkpoint that a flush writes; may equal checkpoint_in
 };
 
+// How the FP32 words of a checkpoint lie in memory. Either way a head takes 4 bytes an element.
+enum class CheckpointForm {
+  // [.., V, K] words.
+  kWords,
+  // [.., 2, V, K] 16-bit halves: for each head the words' nearest BF16, then what is missing to the word:
+  //   hi = (word + 0x8000) >> 16, as an unsigned word;  lo = word - (hi << 16), signed;  word = (hi << 16) + lo
+  // A word comes back exactly; a NaN is stored as 0x7FC00000, and a finite value beyond BF16's largest has an infinite
+  // hi. The direct readout reads hi alone: half the bytes, outputs within the rounding of BF16 (relative 2^-9 an
+  // element). Folds, steps and the exact readout read both and are what they are with words, bit for bit.
+  kPlanes,
+};
+
 // How a replay step forms its outputs from a checkpoint and the records since.
 enum class Readout {
   // In closed form from the checkpoint and the records' inputs, equal to the recurrence up to rounding.
@@ -32,5 +46,21 @@ enum class Readout {
   // The recurrence is run over the records without writing its result: the outputs have the conventional step's bits.
   kExact,
 };
+
+// Moves the cursors of rows in device memory after a step of them, on the GPU. A row whose step flushed (history +
+// tokens_per_row > window) first goes to (base + history, 0) and from then on reads checkpoint_out; then the first
+// accepted[b] of its tokens, 0 .. tokens_per_row, become committed. Padding rows stay as they are.
+struct CommitRows {
+  int count = 0;                            // B
+  const int32_t* slot = nullptr;            // [B]
+  int64_t* base = nullptr;                  // [B]
+  int32_t* history = nullptr;               // [B]
+  int32_t* checkpoint_in = nullptr;         // [B]
+  const int32_t* checkpoint_out = nullptr;  // [B]
+  int tokens_per_row = 1;                   // T
+  int window = 0;                           // L
+  const int32_t* accepted = nullptr;        // [B], or null: all T
+};
+void commit_rows(const CommitRows& args, CudaDevice& device);
 
 }  // namespace replayssm

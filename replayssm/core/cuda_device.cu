@@ -1,0 +1,141 @@
+#include "replayssm/core/cuda_device.h"
+
+#include "replayssm/core/cuda_error.cuh"
+
+namespace replayssm {
+namespace {
+
+__global__ void fill_words_kernel(uint32_t* words, uint32_t word, size_t count) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x)
+    words[i] = word;
+}
+
+cudaStream_t stream_of(void* stream) {
+  return static_cast<cudaStream_t>(stream);
+}
+
+}  // namespace
+
+int cuda_device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
+}
+
+CudaDevice::CudaDevice(int index) : index_(index) {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) cudaGetLastError();
+  require(status != cudaErrorInsufficientDriver,
+          "cuda: the GPU's driver is too old for CUDA {}.{}, with which this library was built", CUDART_VERSION / 1000,
+          CUDART_VERSION % 1000 / 10);
+  require(status == cudaSuccess && count > 0, "cuda: no GPU was found ({})",
+          status == cudaSuccess ? "none is visible" : cudaGetErrorString(status));
+  require(index >= 0 && index < count, "cuda: expected a GPU of 0 to {}, got {}", count - 1, index);
+  check_cuda(cudaSetDevice(index), "cuda: select the GPU");
+  cudaDeviceProp properties{};
+  check_cuda(cudaGetDeviceProperties(&properties, index), "cuda: read the GPU's properties");
+  require(properties.major >= 8, "cuda: expected a GPU of compute capability 8.0 or later, {} has {}.{}",
+          properties.name, properties.major, properties.minor);
+  properties_ = {properties.name,
+                 properties.major,
+                 properties.minor,
+                 properties.multiProcessorCount,
+                 properties.totalGlobalMem,
+                 static_cast<size_t>(properties.l2CacheSize),
+                 properties.sharedMemPerMultiprocessor};
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cuda: create a stream");
+  stream_ = stream;
+  void* fault = nullptr;
+  check_cuda(cudaHostAlloc(&fault, sizeof(CudaFault), cudaHostAllocMapped), "cuda: allocate host memory");
+  fault_ = new (fault) CudaFault();
+}
+
+CudaDevice::~CudaDevice() {
+  if (fault_ != nullptr) cudaFreeHost(fault_);
+  if (stream_ != nullptr) cudaStreamDestroy(stream_of(stream_));
+}
+
+void CudaDevice::synchronize() {
+  check_cuda(cudaStreamSynchronize(stream_of(stream_)), "cuda: run");
+  if (fault_->is_set == 0) return;
+  const CudaFault fault = *fault_;
+  *fault_ = {};
+  fail("{}: row {}: slot {}, checkpoint in {} or checkpoint out {} lies outside the pool", fault.op, fault.row,
+       fault.slot, fault.checkpoint_in, fault.checkpoint_out);
+}
+
+void* CudaDevice::allocate_bytes(size_t bytes) {
+  void* memory = nullptr;
+  const cudaError_t status = cudaMalloc(&memory, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    size_t free = 0, total = 0;
+    cudaMemGetInfo(&free, &total);
+    fail("cuda: {} bytes of GPU memory were asked for, {} of {} are free", bytes, free, total);
+  }
+  check_cuda(status, "cuda: allocate memory");
+  return memory;
+}
+
+void CudaDevice::free_bytes(void* memory) noexcept {
+  if (memory != nullptr) cudaFree(memory);
+}
+
+void CudaDevice::upload(void* device, const void* host, size_t bytes) {
+  if (bytes == 0) return;
+  check_cuda(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream_of(stream_)), "cuda: upload");
+  check_cuda(cudaStreamSynchronize(stream_of(stream_)), "cuda: upload");
+}
+
+void CudaDevice::download(void* host, const void* device, size_t bytes) {
+  if (bytes == 0) return;
+  check_cuda(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream_of(stream_)), "cuda: download");
+  check_cuda(cudaStreamSynchronize(stream_of(stream_)), "cuda: download");
+}
+
+void CudaDevice::copy(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;
+  check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_of(stream_)), "cuda: copy");
+}
+
+void CudaDevice::fill_words(void* device, uint32_t word, size_t count) {
+  if (count == 0) return;
+  const int blocks = static_cast<int>(count < 4096 * 256 ? (count + 255) / 256 : 4096);
+  fill_words_kernel<<<blocks, 256, 0, stream_of(stream_)>>>(static_cast<uint32_t*>(device), word, count);
+  check_cuda(cudaGetLastError(), "cuda: fill");
+}
+
+CudaGraph::~CudaGraph() {
+  if (graph_ != nullptr) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph_));
+}
+
+void CudaGraph::begin() {
+  check_cuda(cudaStreamBeginCapture(stream_of(device_.stream()), cudaStreamCaptureModeThreadLocal),
+             "cuda graph: begin a capture");
+}
+
+void CudaGraph::end() {
+  cudaGraph_t graph = nullptr;
+  check_cuda(cudaStreamEndCapture(stream_of(device_.stream()), &graph), "cuda graph: end a capture");
+  cudaGraphExec_t executable = nullptr;
+  const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+  cudaGraphDestroy(graph);
+  check_cuda(status, "cuda graph: instantiate");
+  graph_ = executable;
+}
+
+void CudaGraph::abandon() noexcept {
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(stream_of(device_.stream()), &graph);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaGetLastError();
+}
+
+void CudaGraph::launch() {
+  check_cuda(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph_), stream_of(device_.stream())), "cuda graph: launch");
+}
+
+}  // namespace replayssm
