@@ -142,6 +142,9 @@ void delta_prefill(const BasicDeltaPrefill<T, Out>& args, CudaDevice& device, st
 template <typename T>
 void delta_materialise(const BasicDeltaMaterialise<T>& args, CudaDevice& device, std::span<std::byte> workspace);
 
+// How a GPU runs a replay step of `batch` rows.
+StatePlan delta_plan(const DeltaShape& shape, int batch, int tokens_per_row, CudaDevice& device);
+
 // The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
 size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& device);
 

@@ -144,6 +144,9 @@ void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, 
 template <typename T>
 void mamba2_materialise(const BasicMamba2Materialise<T>& args, CudaDevice& device, std::span<std::byte> workspace);
 
+// How a GPU runs a replay step of `batch` rows.
+StatePlan mamba2_plan(const Mamba2Shape& shape, int batch, int tokens_per_row, CudaDevice& device);
+
 // The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
 size_t mamba2_workspace_bytes(const Mamba2Shape& shape, int capacity, Device& device);
 

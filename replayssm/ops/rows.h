@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "replayssm/core/cuda_device.h"
 
@@ -46,6 +47,15 @@ enum class Readout {
   // The recurrence is run over the records without writing its result: the outputs have the conventional step's bits.
   kExact,
 };
+
+// How a GPU runs a state kernel.
+struct StatePlan {
+  int slices = 1;       // of 16 rows that a block of the direct readout reads at once
+  int flush_warps = 4;  // of a multiprocessor, for the rows that flush
+};
+std::string describe(const StatePlan& plan);
+// The plan for `slices` slices of 16 value rows in all.
+StatePlan state_plan(int64_t slices, int tokens_per_row, CudaDevice& device);
 
 // Moves the cursors of rows in device memory after a step of them, on the GPU. A row whose step flushed (history +
 // tokens_per_row > window) first goes to (base + history, 0) and from then on reads checkpoint_out; then the first

@@ -1,0 +1,54 @@
+// Internal to the CUDA paths: the checks at their doors, of what the host can see.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "replayssm/core/error.h"
+
+namespace replayssm {
+
+// The sizes that the state kernels are built for.
+inline constexpr int kMaxCudaKeySize = 128;
+inline constexpr int kMaxCudaRecords = 64;  // L + T
+inline constexpr int kMaxCudaTokens = 16;   // T
+inline constexpr int kMaxCudaRows = 65535;
+
+inline void check_cuda_sizes(const char* op, const char* name, int key_size, int rows) {
+  require(key_size <= kMaxCudaKeySize, "{}: on a GPU expected a {} that is a multiple of 16, 16 to {}, got {}", op,
+          name, kMaxCudaKeySize, key_size);
+  require(rows >= 0 && rows <= kMaxCudaRows, "{}: on a GPU expected 0 to {} rows, got {}", op, kMaxCudaRows, rows);
+}
+
+inline void check_cuda_window(const char* op, int window, int tokens_per_row) {
+  require(tokens_per_row <= kMaxCudaTokens, "{}: on a GPU expected 1 to {} tokens a row, got {}", op, kMaxCudaTokens,
+          tokens_per_row);
+  require(window + tokens_per_row <= kMaxCudaRecords,
+          "{}: on a GPU expected a window of at most {} records with {} tokens a row, got {}", op,
+          kMaxCudaRecords - tokens_per_row, tokens_per_row, window);
+}
+
+struct NamedPointer {
+  const char* name;
+  const void* pointer;
+};
+// Of arrays that are read 16 bytes at a time.
+inline void check_pointers(const char* op, std::initializer_list<NamedPointer> pointers) {
+  for (const NamedPointer& p : pointers) {
+    require(p.pointer != nullptr, "{}: {} is null", op, p.name);
+    require(reinterpret_cast<uintptr_t>(p.pointer) % 16 == 0, "{}: expected {} aligned to 16 bytes, got {}", op, p.name,
+            p.pointer);
+  }
+}
+
+struct NamedStride {
+  const char* name;
+  int64_t stride;
+};
+inline void check_strides(const char* op, size_t element_bytes, std::initializer_list<NamedStride> strides) {
+  for (const NamedStride& s : strides)
+    require(s.stride >= 0 && s.stride * element_bytes % 16 == 0,
+            "{}: expected a {} of a multiple of {} elements, got {}", op, s.name, 16 / element_bytes, s.stride);
+}
+
+}  // namespace replayssm

@@ -1,0 +1,736 @@
+// The delta rule on GPUs: one kernel that runs the recurrence (conventional step, fold, exact readout, prefill,
+// materialise) and one that pulls queries back through the records (direct readout).
+#include "replayssm/ops/cuda_checks.h"
+#include "replayssm/ops/delta.h"
+#include "replayssm/ops/launch.cuh"
+#include "replayssm/ops/ring.h"
+#include "replayssm/ops/stream.cuh"
+
+namespace replayssm {
+namespace {
+
+constexpr float kNormEps = 1e-6f;
+constexpr int kMaxUnitValues = 128;
+// The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers.
+constexpr int kBlocks = 20;
+enum class DeltaUse { kStep, kDecode, kPrefill, kMaterialise };
+
+template <typename T>
+struct DeltaArgs {
+  BasicDeltaState<T> state;
+  StateRows rows;
+  BasicDeltaTokens<T> tokens;
+  DeltaUse use;
+  int tokens_per_row;
+  const int32_t* token_begin;
+  void* out;
+  bool has_float_out;
+  CudaFault* fault;
+  const char* op;
+  int unit_values = 0;       // value rows of a warp
+  float* queries = nullptr;  // [B * T, H, K padded] of a direct readout
+  float* shares = nullptr;   // [B * T, H, V]
+};
+
+// What a warp works on: some value rows of one head of one row of the batch.
+template <typename T>
+struct DeltaUnit {
+  const DeltaArgs<T>& args;
+  Row row;
+  int head, key_head, first_value, values;
+  int64_t first_token;
+  int tokens;
+  int64_t head_records, key_head_records;  // records before the head's and the key head's rings
+
+  // Unit `index` of head `of_head` of row b.
+  __device__ DeltaUnit(const DeltaArgs<T>& a, int b, int of_head, int index)
+      : args(a),
+        row(row_of(a.rows, b, a.state.slots, a.state.checkpoints, a.state.window, a.state.capacity)),
+        head(of_head),
+        key_head(of_head / (a.state.shape.heads / a.state.shape.key_heads)),
+        first_value(index * a.unit_values),
+        values(min(a.unit_values, a.state.shape.value_size - first_value)) {
+    if (args.use == DeltaUse::kPrefill) {
+      first_token = __ldg(args.token_begin + b);
+      tokens = __ldg(args.token_begin + b + 1) - static_cast<int>(first_token);
+    } else {
+      tokens = args.tokens_per_row;
+      first_token = static_cast<int64_t>(b) * tokens;
+    }
+    head_records = (static_cast<int64_t>(row.slot) * shape().heads + head) * args.state.capacity;
+    key_head_records = (static_cast<int64_t>(row.slot) * shape().key_heads + key_head) * args.state.capacity;
+  }
+
+  __device__ const DeltaShape& shape() const { return args.state.shape; }
+  __device__ bool will_flush() const { return row.history + tokens > args.state.window; }
+  __device__ bool is_first_of_head() const { return first_value == 0; }
+  __device__ bool is_first_of_key_head() const {
+    return first_value == 0 && head % (shape().heads / shape().key_heads) == 0;
+  }
+  // Where record `record` of the ring lies, in records.
+  __device__ int64_t of_head(int record) const { return head_records + position(record); }
+  __device__ int64_t of_key_head(int record) const { return key_head_records + position(record); }
+  __device__ int64_t token_head(int t) const { return (first_token + t) * shape().heads + head; }
+
+  __device__ const T* q(int t) const {
+    return args.tokens.q + (first_token + t) * args.tokens.q_stride + key_head * shape().key_size;
+  }
+  __device__ const T* token_k(int t) const {
+    return args.tokens.k + (first_token + t) * args.tokens.k_stride + key_head * shape().key_size;
+  }
+  __device__ const T* token_v(int t) const {
+    return args.tokens.v + (first_token + t) * args.tokens.v_stride + head * shape().value_size;
+  }
+  // The rings of the key head's keys and of the head's values; record j lies position(j) records on.
+  __device__ T* key_ring() const { return args.state.ring_k + key_head_records * shape().key_size; }
+  __device__ T* value_ring() const { return args.state.ring_v + head_records * shape().value_size; }
+  __device__ int position(int record) const {
+    const int at = row.start + record;
+    return at < args.state.capacity ? at : at - args.state.capacity;
+  }
+
+  __device__ void write_out(int t, int value, float number) const {
+    const int64_t index = token_head(t) * shape().value_size + value;
+    if (args.has_float_out)
+      static_cast<float*>(args.out)[index] = number;
+    else
+      store_number(static_cast<T*>(args.out) + index, number);
+  }
+
+  // Padding rows give zeros; rows outside the pool give NaN and tell the host. True if the row is either.
+  __device__ bool is_refused(int b) const {
+    if (!row.is_padding && !row.is_outside) return false;
+    if (row.is_outside && first_value == 0 && head == 0 && threadIdx.x == 0)
+      report_fault(args.fault, args.op, b, row.slot, row.checkpoint_in, row.checkpoint_out);
+    if (args.use != DeltaUse::kMaterialise)
+      for (int t = 0; t < tokens; ++t)
+        for (int i = threadIdx.x; i < values; i += 32)
+          write_out(t, first_value + i, row.is_padding ? 0.0f : __uint_as_float(0x7FC00000u));
+    return true;
+  }
+};
+
+template <typename T>
+__device__ HeadPlace place_of(const DeltaUnit<T>& unit, int checkpoint, int first) {
+  const DeltaShape& shape = unit.shape();
+  return HeadPlace(checkpoint, shape.heads, unit.head, shape.value_size, first, shape.key_size);
+}
+
+// 1 / sqrt(|k|^2 + eps) of a vector of which each lane holds four channels.
+__device__ float key_scale(float4 k) {
+  const float squares = __fmaf_rn(k.w, k.w, __fmaf_rn(k.z, k.z, __fmaf_rn(k.y, k.y, __fmul_rn(k.x, k.x))));
+  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum_of_lanes<32>(squares), kNormEps)));
+}
+
+__device__ float query_scale(float key_scale, int key_size) {
+  return __fmul_rn(key_scale, __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(key_size))));
+}
+
+// One token's update of a slice: decay, d = beta (v - S k^), S += d k^^T. The only place where the recurrence runs.
+template <int K, bool kPerChannel>
+__device__ void delta_update(Slice<K>& slice, const float* k, const float* decays, float decay, float beta,
+                             float v_first, float v_second) {
+  const int c = threadIdx.x % 4;
+  RowSums sums[2];
+#pragma unroll
+  for (int i = 0; i < Slice<K>::kQuads; ++i) {
+    const float4 x = read_quad(k, c + 4 * i);
+    const float4 a = kPerChannel ? read_quad(decays, c + 4 * i) : make_float4(decay, decay, decay, decay);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      slice.rows[half][i] = multiplied(slice.rows[half][i], a);
+      sums[half].add(slice.rows[half][i], x);
+    }
+  }
+  const float d[2] = {__fmul_rn(beta, __fsub_rn(v_first, sums[0].total())),
+                      __fmul_rn(beta, __fsub_rn(v_second, sums[1].total()))};
+#pragma unroll
+  for (int i = 0; i < Slice<K>::kQuads; ++i) {
+    const float4 x = read_quad(k, c + 4 * i);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) slice.rows[half][i] = multiply_added(x, d[half], slice.rows[half][i]);
+  }
+}
+
+// What of a record is one number, in shared memory.
+struct DeltaGate {
+  float scale, decay, beta;  // decay: with one gate a head
+  float unused;
+};
+
+// Gathers the gates of records begin .. begin + count - 1, with tokens' scales still to come, and keeps those of a
+// decode's tokens in the ring.
+template <bool kPerChannel, typename T>
+__device__ void gather_gates(const DeltaUnit<T>& unit, DeltaGate* gates, int begin, int count) {
+  const DeltaArgs<T>& args = unit.args;
+  for (int i = threadIdx.x; i < count; i += 32) {
+    const int j = begin + i, t = j - unit.row.history;
+    DeltaGate gate = {0, 0, 0, 0};
+    if (t < 0) {
+      const int64_t at = unit.of_head(j);
+      if constexpr (!kPerChannel) gate.decay = __ldg(args.state.ring_decay + at);
+      gate.beta = __ldg(args.state.ring_beta + at);
+      gate.scale = __ldg(args.state.ring_k_scale + unit.of_key_head(j));
+    } else {
+      const int64_t at = unit.token_head(t);
+      if constexpr (!kPerChannel) gate.decay = expf(__ldg(args.tokens.g + at));
+      gate.beta = __ldg(args.tokens.beta + at);
+      if (args.use == DeltaUse::kDecode && unit.is_first_of_head()) {
+        const int64_t to = unit.of_head(j);
+        if constexpr (!kPerChannel) args.state.ring_decay[to] = gate.decay;
+        args.state.ring_beta[to] = gate.beta;
+      }
+    }
+    gates[i] = gate;
+  }
+}
+
+// Keeps a decode's token, record j, in the ring: its key, where the unit is the first of the key head.
+template <typename T>
+__device__ void append_key(const DeltaUnit<T>& unit, int j, Quad<T> k, float scale) {
+  if (!unit.is_first_of_key_head()) return;
+  const BasicDeltaState<T>& state = unit.args.state;
+  const int64_t at = unit.of_key_head(j);
+  if (threadIdx.x == 0) state.ring_k_scale[at] = scale;
+  if (4 * threadIdx.x < unit.shape().key_size)
+    store_quad(state.ring_k + at * unit.shape().key_size + 4 * threadIdx.x, k);
+}
+
+// A lane's quad of a record's or token's key. (Within a slot's ring 32 bits count elements.)
+template <typename T>
+__device__ Quad<T> key_quad(const DeltaUnit<T>& unit, int j) {
+  const T* from = j < unit.row.history ? unit.key_ring() + unit.position(j) * unit.shape().key_size
+                                       : unit.token_k(j - unit.row.history);
+  Quad<T> k = {};
+  if (4 * threadIdx.x < unit.shape().key_size) k = load_quad(from + 4 * threadIdx.x);
+  return k;
+}
+
+// A lane's quad of a record's decays or a token's log-decays.
+template <typename T>
+__device__ float4 gate_quad(const DeltaUnit<T>& unit, int j) {
+  const int key_size = unit.shape().key_size;
+  const float* from = j < unit.row.history
+                          ? unit.args.state.ring_decay + unit.head_records * key_size + unit.position(j) * key_size
+                          : unit.args.tokens.g + unit.token_head(j - unit.row.history) * key_size;
+  return 4 * threadIdx.x < key_size ? __ldg(reinterpret_cast<const float4*>(from) + threadIdx.x)
+                                    : make_float4(0, 0, 0, 0);
+}
+
+// The shared memory of a recurrence beside its slice: of up to kRecords records the gates and the slice's values.
+constexpr int kRecords = 32;
+template <typename T>
+size_t record_bytes(int records) {
+  return std::min(records, kRecords) * (sizeof(DeltaGate) + sizeof(Quad<T>) * kSliceRows / 4);
+}
+
+// Gathers the values of records for the slice that begins at value `first`, and keeps those of a decode's tokens.
+template <typename T>
+__device__ void gather_values(const DeltaUnit<T>& unit, Quad<T>* values, int first, int begin, int count) {
+  constexpr int kQuads = kSliceRows / 4;
+  for (int i = threadIdx.x; i < count * kQuads; i += 32) {
+    const int j = begin + i / kQuads, value = first + 4 * (i % kQuads);
+    Quad<T> v = {};
+    if (value < unit.first_value + unit.values) {
+      T* in_ring = unit.value_ring() + unit.position(j) * unit.shape().value_size + value;
+      const bool is_token = j >= unit.row.history;
+      v = load_quad(is_token ? unit.token_v(j - unit.row.history) + value : in_ring);
+      if (unit.args.use == DeltaUse::kDecode && is_token) store_quad(in_ring, v);
+    }
+    values[i] = v;
+  }
+}
+
+// Runs the recurrence over the records and then the tokens for the slice of a unit that begins at value `first`, which
+// is on its way to `shared`: writes the state where the use says so, the tokens' outputs, and a decode's records.
+template <int K, bool kPerChannel, typename T>
+__device__ void run_recurrence(const DeltaUnit<T>& unit, int first, uint4* shared) {
+  const DeltaArgs<T>& args = unit.args;
+  const int lane = threadIdx.x, history = unit.row.history, count = history + unit.tokens;
+  const int values = min(kSliceRows, unit.first_value + unit.values - first);
+  const bool is_decode = args.use == DeltaUse::kDecode;
+  const int limit = min(kRecords, args.state.window + args.tokens_per_row);
+  auto* gates = reinterpret_cast<DeltaGate*>(shared + kSliceBytes<K> / 16);
+  auto* record_values = reinterpret_cast<Quad<T>*>(gates + limit);
+  // The slice's shared memory, once the slice has left it, holds the vectors of two records in turn.
+  auto* vectors = reinterpret_cast<float*>(shared);
+  const auto write = [&](const Slice<K>& slice) {
+    slice.write(place_of(unit, unit.row.checkpoint_out, first), args.state.checkpoint, values, unit.shape().key_size,
+                args.state.form);
+  };
+  Slice<K> slice;
+  Quad<T> next_k = {};
+  float4 next_gates = {};
+  const auto load = [&](int j) {
+    next_k = key_quad(unit, j);
+    if constexpr (kPerChannel) next_gates = gate_quad(unit, j);
+  };
+  if (count > 0) load(0);
+  int begin = 0;
+#pragma unroll 1
+  do {
+    const int size = min(limit, count - begin);
+    gather_gates<kPerChannel>(unit, gates, begin, size);
+    gather_values(unit, record_values, first, begin, size);
+    if (begin == 0) {
+      wait_for_copies();
+      __syncwarp();
+      slice.take(shared, args.state.form);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < size; ++i) {
+      const int j = begin + i;
+      const bool is_token = j >= history;
+      if (is_decode && j == history && unit.will_flush()) write(slice);
+      float* k = vectors + (i & 1) * 3 * K;
+      float *decays = k + K, *q = k + 2 * K;
+      float scale;
+      if (is_token) {
+        scale = key_scale(to_numbers(next_k));
+        if (is_decode) append_key(unit, j, next_k, scale);
+        if constexpr (kPerChannel) {
+          next_gates = exponentials(next_gates);
+          if (is_decode && unit.is_first_of_head() && 4 * lane < unit.shape().key_size)
+            reinterpret_cast<float4*>(args.state.ring_decay + unit.of_head(j) * unit.shape().key_size)[lane] =
+                next_gates;
+        }
+        float4 raw = {};
+        if (4 * lane < unit.shape().key_size) raw = to_numbers(load_quad(unit.q(j - history) + 4 * lane));
+        raw = scaled(raw, query_scale(key_scale(raw), unit.shape().key_size));
+        if (4 * lane < K) reinterpret_cast<float4*>(q)[lane] = raw;
+      } else {
+        scale = gates[i].scale;
+      }
+      if (4 * lane < K) {
+        reinterpret_cast<float4*>(k)[lane] = scaled(to_numbers(next_k), scale);
+        if constexpr (kPerChannel) reinterpret_cast<float4*>(decays)[lane] = next_gates;
+      }
+      __syncwarp();
+      if (j + 1 < count) load(j + 1);
+      const auto* v = reinterpret_cast<const T*>(record_values + i * (kSliceRows / 4)) + lane / 4;
+      delta_update<K, kPerChannel>(slice, k, decays, gates[i].decay, gates[i].beta, to_number(v[0]), to_number(v[8]));
+      if (is_token) {
+        float out[2];
+        slice.multiply(q, out[0], out[1]);
+        if (has_output() && output_row() < values)
+          unit.write_out(j - history, first + output_row(), lane % 4 == 0 ? out[0] : out[1]);
+      }
+    }
+    begin += size;
+  } while (begin < count);
+  if (!is_decode) write(slice);
+}
+
+// Runs one slice from memory to memory.
+template <int K, bool kPerChannel, typename T>
+__device__ void run_slice(const DeltaUnit<T>& unit, uint4* shared) {
+  Slice<K>::begin_read(shared, place_of(unit, unit.row.checkpoint_in, unit.first_value), unit.args.state.checkpoint,
+                       unit.values, unit.shape().key_size, unit.args.state.form, /*hi_alone=*/false);
+  run_recurrence<K, kPerChannel>(unit, unit.first_value, shared);
+}
+
+// Grid (slices of a head, H, B), block of a warp. A warp owns 16 rows of a head's state, in registers.
+template <int K, bool kPerChannel, typename T>
+__global__ void __launch_bounds__(32, kBlocks) delta_recurrence_kernel(const __grid_constant__ DeltaArgs<T> args) {
+  extern __shared__ uint4 shared[];
+  const DeltaUnit<T> unit(args, blockIdx.z, blockIdx.y, blockIdx.x);
+  if (!unit.is_refused(blockIdx.z)) run_slice<K, kPerChannel>(unit, shared);
+}
+
+// As many blocks as may be resident, each a warp, which take the slices of the rows that flush in turn.
+template <int K, bool kPerChannel, typename T>
+__global__ void __launch_bounds__(32, kBlocks) delta_flush_kernel(const __grid_constant__ DeltaArgs<T> args) {
+  extern __shared__ uint4 shared[];
+  const int slices = (args.state.shape.value_size + kSliceRows - 1) / kSliceRows;
+  const int of_row = slices * args.state.shape.heads;
+#pragma unroll 1
+  for (int i = blockIdx.x;; i += gridDim.x) {
+    const int b = nth_flushing(args.rows, i / of_row, args.tokens_per_row, args.state.window);
+    if (b < 0) return;
+    const DeltaUnit<T> unit(args, b, i % of_row / slices, i % slices);
+    if (!unit.row.is_outside) run_slice<K, kPerChannel>(unit, shared);
+    __syncwarp();
+  }
+}
+
+// The shared memory of a warp that prepares a direct readout: for each token the records' coefficients; the records'
+// gates.
+struct DeltaShared {
+  float* coefficients;  // [T, records]
+  DeltaGate* gates;     // [records]
+  int records;
+
+  __device__ DeltaShared(uint4* memory, int max_records, int tokens)
+      : coefficients(reinterpret_cast<float*>(memory)),
+        gates(reinterpret_cast<DeltaGate*>(coefficients + (tokens * max_records + 3) / 4 * 4)),
+        records(max_records) {}
+  static size_t bytes(int max_records, int tokens) {
+    return sizeof(float) * ((tokens * max_records + 3) / 4 * 4 + 4 * max_records);
+  }
+};
+
+// Gathers the records' gates, and keeps the window's tokens as records.
+template <bool kPerChannel, typename T>
+__device__ void gather_records(const DeltaUnit<T>& unit, const DeltaShared& shared) {
+  const BasicDeltaState<T>& state = unit.args.state;
+  const int lane = threadIdx.x, history = unit.row.history, key_size = unit.shape().key_size;
+  gather_gates<kPerChannel>(unit, shared.gates, 0, history + unit.tokens);
+  __syncwarp();
+#pragma unroll 1
+  for (int j = history; j < history + unit.tokens; ++j) {
+    const Quad<T> k = key_quad(unit, j);
+    if (4 * lane < unit.values)
+      store_quad(unit.value_ring() + unit.position(j) * unit.shape().value_size + unit.first_value + 4 * lane,
+                 load_quad(unit.token_v(j - history) + unit.first_value + 4 * lane));
+    if (kPerChannel && unit.is_first_of_head() && 4 * lane < key_size)
+      reinterpret_cast<float4*>(state.ring_decay + unit.of_head(j) * key_size)[lane] = exponentials(gate_quad(unit, j));
+    const float scale = key_scale(to_numbers(k));
+    append_key(unit, j, k, scale);
+    if (lane == 0) shared.gates[j].scale = scale;
+  }
+}
+
+// Pulls queries back through the records, newest first: kLanes lanes have a token, each of them K / kLanes channels.
+template <int K, int kLanes, bool kPerChannel, typename T>
+__device__ void pull_back(const DeltaUnit<T>& unit, const DeltaShared& shared) {
+  constexpr int kQuads = (K / 4 + kLanes - 1) / kLanes;  // of a lane; its quad i is quad i * kLanes + `part`
+  constexpr int kBatch = kQuads == 1 ? (kPerChannel ? 4 : 8) : kQuads == 2 ? 2 : 1;  // records whose loads fly together
+  constexpr int kTogether = 32 / kLanes;
+  const int part = threadIdx.x % kLanes, history = unit.row.history, key_size = unit.shape().key_size;
+  const auto has_channels = [&](int i) { return 4 * (i * kLanes + part) < key_size; };
+  const auto load_vector = [&](Quad<T>(&to)[kQuads], const T* from) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      to[i] = {};
+      if (has_channels(i)) to[i] = load_quad(from + 4 * (i * kLanes + part));
+    }
+  };
+  const auto load_gates = [&](float4(&to)[kQuads], const float* from) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      to[i] = {};
+      if (has_channels(i)) to[i] = __ldg(reinterpret_cast<const float4*>(from) + i * kLanes + part);
+    }
+  };
+  const T* ring = unit.key_ring();
+  const float* gate_ring = unit.args.state.ring_decay + unit.head_records * unit.shape().gate_size;
+  struct Batch {
+    Quad<T> k[kBatch][kQuads];
+    float4 decays[kPerChannel ? kBatch : 1][kQuads];
+  };
+  const auto load_batch = [&](Batch& batch, int top) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const int at = unit.position(max(top - r, 0)) * key_size;
+      load_vector(batch.k[r], ring + at);
+      if constexpr (kPerChannel) load_gates(batch.decays[r], gate_ring + at);
+    }
+  };
+#pragma unroll 1
+  for (int first = 0; first < unit.tokens; first += kTogether) {
+    // Lanes without a token do the last one's work again.
+    const int t = min(first + static_cast<int>(threadIdx.x) / kLanes, unit.tokens - 1);
+    const int newest_of_all = min(first + kTogether, unit.tokens) - 1;
+    float* coefficients = shared.coefficients + t * shared.records;
+    Quad<T> raw[kQuads], k[kQuads];
+    load_vector(raw, unit.q(t));
+    load_vector(k, unit.token_k(newest_of_all));
+    Batch batch;
+    if (history > 0) load_batch(batch, history - 1);
+    float4 w[kQuads];
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      w[i] = to_numbers(raw[i]);
+      squares = __fmaf_rn(w[i].x, w[i].x, squares);
+      squares = __fmaf_rn(w[i].y, w[i].y, squares);
+      squares = __fmaf_rn(w[i].z, w[i].z, squares);
+      squares = __fmaf_rn(w[i].w, w[i].w, squares);
+    }
+    const float scale =
+        query_scale(__fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum_of_lanes<kLanes>(squares), kNormEps))), key_size);
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) w[i] = scaled(w[i], scale);
+    float decay = 1;  // of the records after j
+    // Record j with key k; a token's record that the lanes' token is not to see leaves everything as it is.
+    const auto pull = [&](int j, const Quad<T>(&key)[kQuads], const float4(&decays)[kQuads], bool is_seen) {
+      float4 x[kQuads];
+      float products[2] = {};
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        x[i] = to_numbers(key[i]);
+        products[0] = __fmaf_rn(x[i].x, w[i].x, products[0]);
+        products[1] = __fmaf_rn(x[i].y, w[i].y, products[1]);
+        products[0] = __fmaf_rn(x[i].z, w[i].z, products[0]);
+        products[1] = __fmaf_rn(x[i].w, w[i].w, products[1]);
+      }
+      const float product = sum_of_lanes<kLanes>(__fadd_rn(products[0], products[1]));
+      if (!is_seen) return;
+      const DeltaGate gate = shared.gates[j];
+      const float c = __fmul_rn(__fmul_rn(gate.beta, gate.scale), product);
+      const float step = __fmul_rn(-c, gate.scale);
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        w[i] = multiply_added(x[i], step, w[i]);
+        if constexpr (kPerChannel) w[i] = multiplied(w[i], decays[i]);
+      }
+      if (part == 0) coefficients[j] = kPerChannel ? c : __fmul_rn(c, decay);
+      if constexpr (!kPerChannel) decay = __fmul_rn(decay, gate.decay);
+    };
+#pragma unroll 1
+    for (int u = newest_of_all; u >= 0; --u) {
+      float4 decays[kQuads] = {};
+      if (u < newest_of_all) load_vector(k, unit.token_k(u));
+      if constexpr (kPerChannel) {
+        load_gates(decays, unit.args.tokens.g + unit.token_head(u) * key_size);
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) decays[i] = exponentials(decays[i]);
+      }
+      pull(history + u, k, decays, u <= t);
+    }
+#pragma unroll 1
+    for (int top = history - 1; top >= 0; top -= kBatch) {
+      const Batch now = batch;
+      if (top >= kBatch) load_batch(batch, top - kBatch);
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r)
+        if (top - r >= 0) pull(top - r, now.k[r], now.decays[kPerChannel ? r : 0], true);
+    }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i)
+      if (4 * (i * kLanes + part) < K)
+        reinterpret_cast<float4*>(unit.args.queries + unit.token_head(t) * K)[i * kLanes + part] =
+            kPerChannel ? w[i] : scaled(w[i], decay);
+  }
+}
+
+// A lane's quads of the values of the ring's records begin .. begin + kValueBatch - 1; past the history zeros.
+constexpr int kValueBatch = 8;
+template <typename T>
+struct ValueBatch {
+  Quad<T> v[kValueBatch];
+
+  __device__ void load(const DeltaUnit<T>& unit, int begin) {
+    const bool has_values = 4 * threadIdx.x < unit.values;
+    const T* ring = unit.value_ring() + unit.first_value + 4 * threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kValueBatch; ++i) {
+      v[i] = {};
+      if (has_values && begin + i < unit.row.history)
+        v[i] = load_quad(ring + unit.position(begin + i) * unit.shape().value_size);
+    }
+  }
+};
+
+// The records' share of the outputs of kCount tokens from `first` on: a lane has four value rows of the unit. `batch`
+// holds the first records' values.
+template <int kCount, typename T>
+__device__ void sum_records(const DeltaUnit<T>& unit, const DeltaShared& shared, int first, ValueBatch<T> batch) {
+  const int history = unit.row.history;
+  const float* coefficients = shared.coefficients + first * shared.records;
+  float4 sums[kCount] = {};
+#pragma unroll 1
+  for (int begin = 0; begin < history; begin += kValueBatch) {
+    if (begin > 0) batch.load(unit, begin);
+#pragma unroll
+    for (int i = 0; i < kValueBatch; ++i) {
+      if (begin + i >= history) break;
+      const float4 v = to_numbers(batch.v[i]);
+#pragma unroll
+      for (int t = 0; t < kCount; ++t)
+        sums[t] = multiply_added(v, coefficients[t * shared.records + begin + i], sums[t]);
+    }
+  }
+  if (4 * threadIdx.x >= unit.values) return;
+#pragma unroll 1
+  for (int u = 0; u < first + kCount; ++u) {
+    const float4 v = to_numbers(load_quad(unit.token_v(u) + unit.first_value + 4 * threadIdx.x));
+#pragma unroll
+    for (int t = 0; t < kCount; ++t)
+      if (u <= first + t) sums[t] = multiply_added(v, coefficients[t * shared.records + history + u], sums[t]);
+  }
+#pragma unroll
+  for (int t = 0; t < kCount; ++t)
+    reinterpret_cast<float4*>(unit.args.shares + unit.token_head(first + t) * unit.shape().value_size +
+                              unit.first_value)[threadIdx.x] = sums[t];
+}
+
+// Calls run<count>(first) for tokens first .. first + count - 1, four at a time, then two, then one.
+template <typename Run>
+__device__ void by_fours(int tokens, const Run& run) {
+  int t = 0;
+#pragma unroll 1
+  for (; t + 4 <= tokens; t += 4) run.template operator()<4>(t);
+  if (t + 2 <= tokens) {
+    run.template operator()<2>(t);
+    t += 2;
+  }
+  if (t < tokens) run.template operator()<1>(t);
+}
+
+// Grid (units of a head, H, B), block of a warp, which makes the queries and shares of a head (of 128 of its values)
+// for the pass over the checkpoints: gathers the records, pulls the queries back through them, sums the records'
+// values.
+template <int K, bool kPerChannel, typename T>
+__global__ void __launch_bounds__(32, 24) delta_prepare_kernel(const __grid_constant__ DeltaArgs<T> args) {
+  extern __shared__ uint4 memory[];
+  let_next_start();
+  const DeltaUnit<T> unit(args, blockIdx.z, blockIdx.y, blockIdx.x);
+  if (unit.is_refused(blockIdx.z) || unit.will_flush()) return;
+  const DeltaShared shared(memory, args.state.window + args.tokens_per_row, args.tokens_per_row);
+  ValueBatch<T> values;
+  values.load(unit, 0);
+  gather_records<kPerChannel>(unit, shared);
+  __syncwarp();
+  if (unit.tokens == 1)
+    pull_back<K, 32, kPerChannel>(unit, shared);
+  else
+    pull_back<K, 8, kPerChannel>(unit, shared);
+  __syncwarp();
+  by_fours(unit.tokens, [&]<int kCount>(int t) { sum_records<kCount>(unit, shared, t, values); });
+}
+
+template <int K, bool kPerChannel, typename T>
+void launch_padded(DeltaArgs<T> args, Readout readout, CudaDevice& device) {
+  const DeltaShape& shape = args.state.shape;
+  const int records = args.state.window + args.tokens_per_row,
+            slices = (shape.value_size + kSliceRows - 1) / kSliceRows;
+  const size_t recurrence_bytes = kSliceBytes<K> + record_bytes<T>(records);
+  args.unit_values = kSliceRows;
+  if (readout == Readout::kExact) {
+    launch(args.op, delta_recurrence_kernel<K, kPerChannel, T>, dim3(slices, shape.heads, args.rows.count), 32,
+           recurrence_bytes, args, device);
+    return;
+  }
+  // The rows that flush take a share of the multiprocessors' warps, and the others are streamed beside them.
+  const StatePlan plan = delta_plan(shape, args.rows.count, args.tokens_per_row, device);
+  const int64_t blocks = std::min(int64_t{slices} * shape.heads * args.rows.count,
+                                  int64_t{device.properties().multiprocessors} * plan.flush_warps);
+  device.fork();
+  launch(args.op, delta_flush_kernel<K, kPerChannel, T>, dim3(static_cast<unsigned>(blocks)), 32, recurrence_bytes,
+         args, device, Launch::kAside);
+  const int64_t token_heads = int64_t{args.rows.count} * args.tokens_per_row * shape.heads;
+  args.queries = static_cast<float*>(device.scratch(sizeof(float) * token_heads * (K + shape.value_size)));
+  args.shares = args.queries + token_heads * K;
+  args.unit_values = kMaxUnitValues;
+  launch(args.op, delta_prepare_kernel<K, kPerChannel, T>,
+         dim3((shape.value_size + kMaxUnitValues - 1) / kMaxUnitValues, shape.heads, args.rows.count), 32,
+         DeltaShared::bytes(records, args.tokens_per_row), args, device);
+  StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
+                       args.state.form,   shape.heads,         shape.value_size,       shape.key_size,
+                       args.state.window, args.state.capacity, args.tokens_per_row};
+  stream.query_heads = shape.heads;
+  stream.queries = args.queries;
+  stream.shares = args.shares;
+  stream.out = args.out;
+  stream.has_float_out = args.has_float_out;
+  stream.slices = plan.slices;
+  launch_stream<K>(args.op, stream, device);
+  device.join();
+}
+
+template <typename T>
+void run(const DeltaArgs<T>& args, Readout readout, CudaDevice& device) {
+  if (args.rows.count == 0) return;
+  const int key_size = args.state.shape.key_size;
+  const auto run_padded = [&]<int K>() {
+    if (args.state.shape.gate_size > 1)
+      launch_padded<K, true>(args, readout, device);
+    else
+      launch_padded<K, false>(args, readout, device);
+  };
+  if (key_size <= 32) return run_padded.template operator()<32>();
+  if (key_size <= 64) return run_padded.template operator()<64>();
+  run_padded.template operator()<128>();
+}
+
+template <typename T>
+void check_state(const char* op, const BasicDeltaState<T>& state, const StateRows& rows) {
+  check_shape(state.shape);
+  check_ring(op, state.window, state.capacity);
+  check_cuda_sizes(op, "key_size", state.shape.key_size, rows.count);
+  check_pointers(op, {{"checkpoint", state.checkpoint},
+                      {"ring_k", state.ring_k},
+                      {"ring_k_scale", state.ring_k_scale},
+                      {"ring_v", state.ring_v},
+                      {"ring_decay", state.ring_decay},
+                      {"ring_beta", state.ring_beta}});
+}
+
+template <typename T>
+void check_tokens(const char* op, const BasicDeltaTokens<T>& tokens, const void* out) {
+  check_pointers(
+      op, {{"q", tokens.q}, {"k", tokens.k}, {"v", tokens.v}, {"g", tokens.g}, {"beta", tokens.beta}, {"out", out}});
+  check_strides(op, sizeof(T),
+                {{"q_stride", tokens.q_stride}, {"k_stride", tokens.k_stride}, {"v_stride", tokens.v_stride}});
+}
+
+}  // namespace
+
+StatePlan delta_plan(const DeltaShape& shape, int batch, int tokens_per_row, CudaDevice& device) {
+  return state_plan(int64_t{batch} * shape.heads * ((shape.value_size + kSliceRows - 1) / kSliceRows), tokens_per_row,
+                    device);
+}
+
+template <typename T, typename Out>
+void delta_step(const BasicDeltaStep<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("delta_step", args.state, args.rows);
+  check_tokens("delta_step", args.tokens, args.out);
+  run<T>({args.state, args.rows, args.tokens, DeltaUse::kStep, 1, nullptr, args.out, std::is_same_v<Out, float>,
+          device.fault(), "delta_step"},
+         Readout::kExact, device);
+}
+
+template <typename T, typename Out>
+void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("delta_decode", args.state, args.rows);
+  check_window("delta_decode", args.tokens_per_row, args.state.window, args.state.capacity);
+  check_cuda_window("delta_decode", args.state.window, args.tokens_per_row);
+  check_tokens("delta_decode", args.tokens, args.out);
+  run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, nullptr, args.out,
+          std::is_same_v<Out, float>, device.fault(), "delta_decode"},
+         args.readout, device);
+}
+
+template <typename T, typename Out>
+void delta_prefill(const BasicDeltaPrefill<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("delta_prefill", args.state, args.rows);
+  check_tokens("delta_prefill", args.tokens, args.out);
+  require(args.token_begin != nullptr, "delta_prefill: token_begin is null");
+  run<T>({args.state, args.rows, args.tokens, DeltaUse::kPrefill, 0, args.token_begin, args.out,
+          std::is_same_v<Out, float>, device.fault(), "delta_prefill"},
+         Readout::kExact, device);
+}
+
+template <typename T>
+void delta_materialise(const BasicDeltaMaterialise<T>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("delta_materialise", args.state, args.rows);
+  run<T>({args.state,
+          args.rows,
+          {},
+          DeltaUse::kMaterialise,
+          0,
+          nullptr,
+          nullptr,
+          true,
+          device.fault(),
+          "delta_materialise"},
+         Readout::kExact, device);
+}
+
+#define REPLAYSSM_DELTA(T, Out)                                                                   \
+  template void delta_step(const BasicDeltaStep<T, Out>&, CudaDevice&, std::span<std::byte>);     \
+  template void delta_decode(const BasicDeltaDecode<T, Out>&, CudaDevice&, std::span<std::byte>); \
+  template void delta_prefill(const BasicDeltaPrefill<T, Out>&, CudaDevice&, std::span<std::byte>);
+REPLAYSSM_DELTA(float, float)
+REPLAYSSM_DELTA(Bf16, Bf16)
+REPLAYSSM_DELTA(Bf16, float)
+// X REPLAYSSM_DELTA(Fp16, Fp16)
+// X REPLAYSSM_DELTA(Fp16, float)
+#undef REPLAYSSM_DELTA
+// X template void delta_materialise(const BasicDeltaMaterialise<float>&, CudaDevice&, std::span<std::byte>);
+template void delta_materialise(const BasicDeltaMaterialise<Bf16>&, CudaDevice&, std::span<std::byte>);
+// X template void delta_materialise(const BasicDeltaMaterialise<Fp16>&, CudaDevice&, std::span<std::byte>);
+
+}  // namespace replayssm

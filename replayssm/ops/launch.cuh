@@ -1,0 +1,57 @@
+// Internal to the CUDA paths: the launch of a kernel that takes one struct.
+#pragma once
+
+#include "replayssm/core/cuda_device.h"
+#include "replayssm/core/cuda_error.cuh"
+
+namespace replayssm {
+
+enum class Launch {
+  kPlain,
+  // May start before the kernel queued before it has ended, as soon as that one lets it (let_next_start); it must
+  // wait_for_previous before it reads what the other writes.
+  kOverlapping,
+  // On the device's second stream, between fork and join.
+  kAside,
+};
+
+template <typename Args>
+void launch(const char* op, void (*kernel)(Args), dim3 grid, int threads, size_t shared_bytes, const Args& args,
+            CudaDevice& device, Launch how = Launch::kPlain) {
+  // All of a multiprocessor's memory that can be shared memory is: kernels that want different shares cannot run on one
+  // at a time, and these read little twice.
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  check_cuda(
+      cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+      op);
+  if (shared_bytes > 48 * 1024)
+    check_cuda(
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        op);
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(how == Launch::kAside ? device.side_stream() : device.stream());
+  config.attrs = &overlap;
+  config.numAttrs = how == Launch::kOverlapping && device.properties().compute_major >= 9 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, args), op);
+}
+
+// Lets an overlapping kernel queued next start where this one leaves room.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+// Waits until the kernel queued before this one has ended and its writes can be seen.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
+}  // namespace replayssm

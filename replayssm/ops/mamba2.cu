@@ -1,0 +1,527 @@
+// Mamba-2 on GPUs: one kernel that runs the recurrence (conventional step, fold, exact readout, prefill, materialise),
+// and the direct readout: a kernel that makes of the records what the pass over the checkpoints needs.
+#include "replayssm/ops/mamba2.h"
+
+#include <algorithm>
+
+#include "replayssm/ops/cuda_checks.h"
+#include "replayssm/ops/ring.h"
+#include "replayssm/ops/stream.cuh"
+
+namespace replayssm {
+namespace {
+
+// The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers.
+constexpr int kBlocks = 20;
+constexpr int kGroupWarps = 8;  // of a block that prepares a group
+
+enum class Mamba2Use { kStep, kDecode, kPrefill, kMaterialise };
+
+template <typename T>
+struct Mamba2Args {
+  BasicMamba2State<T> state;
+  StateRows rows;
+  Mamba2Heads heads;
+  BasicMamba2Tokens<T> tokens;
+  Mamba2Use use;
+  int tokens_per_row;
+  const int32_t* token_begin;
+  void* out;
+  bool has_float_out;
+  CudaFault* fault;
+  const char* op;
+  float* queries = nullptr;  // [B * T, G, N padded] of a direct readout
+  float* factors = nullptr;  // [B * T, H]
+  float* shares = nullptr;   // [B * T, H, P]
+};
+
+// A head of a row of the batch.
+template <typename T>
+struct Mamba2Unit {
+  const Mamba2Args<T>& args;
+  Row row;
+  int head, group;
+  int64_t first_token;
+  int tokens;
+  int64_t head_records, group_records;  // records before the head's and the group's rings
+
+  __device__ Mamba2Unit(const Mamba2Args<T>& a, int b, int of_head)
+      : args(a),
+        row(row_of(a.rows, b, a.state.slots, a.state.checkpoints, a.state.window, a.state.capacity)),
+        head(of_head),
+        group(of_head / (a.state.shape.heads / a.state.shape.groups)) {
+    if (args.use == Mamba2Use::kPrefill) {
+      first_token = __ldg(args.token_begin + b);
+      tokens = __ldg(args.token_begin + b + 1) - static_cast<int>(first_token);
+    } else {
+      tokens = args.tokens_per_row;
+      first_token = static_cast<int64_t>(b) * tokens;
+    }
+    head_records = (static_cast<int64_t>(row.slot) * shape().heads + head) * args.state.capacity;
+    group_records = (static_cast<int64_t>(row.slot) * shape().groups + group) * args.state.capacity;
+  }
+
+  __device__ const Mamba2Shape& shape() const { return args.state.shape; }
+  __device__ bool will_flush() const { return row.history + tokens > args.state.window; }
+  __device__ bool is_first_of_group() const { return head % (shape().heads / shape().groups) == 0; }
+  __device__ int position(int record) const {
+    const int at = row.start + record;
+    return at < args.state.capacity ? at : at - args.state.capacity;
+  }
+  __device__ int64_t token_head(int t) const { return (first_token + t) * shape().heads + head; }
+  __device__ T* b_ring() const { return args.state.ring_b + group_records * shape().state_size; }
+  __device__ T* x_ring() const { return args.state.ring_x + head_records * shape().head_size; }
+  __device__ const T* token_x(int t) const {
+    return args.tokens.x + (first_token + t) * args.tokens.x_stride + head * shape().head_size;
+  }
+  __device__ const T* token_b(int t) const {
+    return args.tokens.b + (first_token + t) * args.tokens.b_stride + group * shape().state_size;
+  }
+  __device__ const T* token_c(int t) const {
+    return args.tokens.c + (first_token + t) * args.tokens.c_stride + group * shape().state_size;
+  }
+  __device__ float decay_rate() const {
+    return args.heads.a_log == nullptr ? 0.0f : -expf(__ldg(args.heads.a_log + head));
+  }
+  __device__ float skip() const { return args.heads.d == nullptr ? 0.0f : __ldg(args.heads.d + head); }
+  __device__ HeadPlace place(int checkpoint, int first) const {
+    return HeadPlace(checkpoint, shape().heads, head, shape().head_size, first, shape().state_size);
+  }
+
+  __device__ void write_out(int t, int value, float number) const {
+    const int64_t index = token_head(t) * shape().head_size + value;
+    if (args.has_float_out)
+      static_cast<float*>(args.out)[index] = number;
+    else
+      store_number(static_cast<T*>(args.out) + index, number);
+  }
+
+  // Padding rows give zeros; rows outside the pool give NaN and tell the host. True if the row is either; its outputs
+  // of values first .. first + count - 1 are then written by this warp.
+  __device__ bool is_refused(int b, int first, int count) const {
+    if (!row.is_padding && !row.is_outside) return false;
+    if (row.is_outside && first == 0 && head == 0 && threadIdx.x == 0)
+      report_fault(args.fault, args.op, b, row.slot, row.checkpoint_in, row.checkpoint_out);
+    if (args.use != Mamba2Use::kMaterialise)
+      for (int t = 0; t < tokens; ++t)
+        for (int i = threadIdx.x % 32; i < count; i += 32)
+          write_out(t, first + i, row.is_padding ? 0.0f : __uint_as_float(0x7FC00000u));
+    return true;
+  }
+};
+
+// What of a record a head has for its own, in shared memory.
+struct Mamba2Gate {
+  float dt, decay;
+};
+
+// Record j's gate; that of a decode's token is kept in the ring if `is_keeping`.
+template <typename T>
+__device__ Mamba2Gate gate_of(const Mamba2Unit<T>& unit, int j, float decay_rate, bool is_keeping) {
+  const BasicMamba2State<T>& state = unit.args.state;
+  const int64_t at = unit.head_records + unit.position(j);
+  if (j < unit.row.history) return {__ldg(state.ring_dt + at), __ldg(state.ring_decay + at)};
+  const float dt = __ldg(unit.args.tokens.dt + unit.token_head(j - unit.row.history));
+  const Mamba2Gate gate = {dt, expf(__fmul_rn(decay_rate, dt))};
+  if (is_keeping) {
+    state.ring_dt[at] = gate.dt;
+    state.ring_decay[at] = gate.decay;
+  }
+  return gate;
+}
+
+// One token's update of a slice: S = a S + (dt' x) B^T, x_first and x_second already times dt'. The only place where
+// the recurrence runs.
+template <int K>
+__device__ void mamba2_update(Slice<K>& slice, const float* b, float decay, float x_first, float x_second) {
+  const int c = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < Slice<K>::kQuads; ++i) {
+    const float4 y = read_quad(b, c + 4 * i);
+    slice.rows[0][i] = multiply_added(y, x_first, scaled(slice.rows[0][i], decay));
+    slice.rows[1][i] = multiply_added(y, x_second, scaled(slice.rows[1][i], decay));
+  }
+}
+
+// A lane's quad of a record's or token's B.
+template <typename T>
+__device__ Quad<T> b_quad(const Mamba2Unit<T>& unit, int j) {
+  const int lane = threadIdx.x % 32;
+  const T* from = j < unit.row.history ? unit.b_ring() + unit.position(j) * unit.shape().state_size
+                                       : unit.token_b(j - unit.row.history);
+  Quad<T> b = {};
+  if (4 * lane < unit.shape().state_size) b = load_quad(from + 4 * lane);
+  return b;
+}
+
+// The shared memory of a recurrence beside its slice: of up to kRecords records the gates and the slice's x.
+constexpr int kRecords = 32;
+template <typename T>
+size_t record_bytes(int records) {
+  return std::min(records, kRecords) * (sizeof(Mamba2Gate) + sizeof(Quad<T>) * kSliceRows / 4) + 16;
+}
+
+// Runs the recurrence over the records and then the tokens for the slice of a head that begins at value `first`: writes
+// the state where the use says so, the tokens' outputs, and a decode's records.
+template <int K, typename T>
+__device__ void run_slice(const Mamba2Unit<T>& unit, int first, uint4* shared) {
+  const Mamba2Args<T>& args = unit.args;
+  const int lane = threadIdx.x, history = unit.row.history, count = history + unit.tokens;
+  const int values = min(kSliceRows, unit.shape().head_size - first), state_size = unit.shape().state_size;
+  const bool is_decode = args.use == Mamba2Use::kDecode;
+  const int limit = min(kRecords, args.state.window + args.tokens_per_row);
+  auto* record_values = reinterpret_cast<Quad<T>*>(shared + kSliceBytes<K> / 16);
+  auto* gates = reinterpret_cast<Mamba2Gate*>(record_values + limit * (kSliceRows / 4));
+  // The slice's shared memory, once the slice has left it, holds the vectors of two records in turn.
+  auto* vectors = reinterpret_cast<float*>(shared);
+  Slice<K>::begin_read(shared, unit.place(unit.row.checkpoint_in, first), args.state.checkpoint, values, state_size,
+                       args.state.form, /*hi_alone=*/false);
+  const auto write = [&](const Slice<K>& slice) {
+    slice.write(unit.place(unit.row.checkpoint_out, first), args.state.checkpoint, values, state_size, args.state.form);
+  };
+  const float rate = unit.decay_rate(), skip = unit.skip();
+  Slice<K> slice;
+  Quad<T> next_b = {};
+  if (count > 0) next_b = b_quad(unit, 0);
+  int begin = 0;
+#pragma unroll 1
+  do {
+    const int size = min(limit, count - begin);
+    for (int i = lane; i < size; i += 32) gates[i] = gate_of(unit, begin + i, rate, is_decode && first == 0);
+    for (int i = lane; i < size * (kSliceRows / 4); i += 32) {
+      const int j = begin + i / (kSliceRows / 4), value = first + 4 * (i % (kSliceRows / 4));
+      Quad<T> x = {};
+      if (value < unit.shape().head_size) {
+        T* in_ring = unit.x_ring() + unit.position(j) * unit.shape().head_size + value;
+        x = load_quad(j < history ? in_ring : unit.token_x(j - history) + value);
+        if (is_decode && j >= history) store_quad(in_ring, x);
+      }
+      record_values[i] = x;
+    }
+    if (begin == 0) {
+      wait_for_copies();
+      __syncwarp();
+      slice.take(shared, args.state.form);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < size; ++i) {
+      const int j = begin + i;
+      const bool is_token = j >= history;
+      if (is_decode && j == history && unit.will_flush()) write(slice);
+      float *b = vectors + (i & 1) * 2 * K, *c = b + K;
+      if (is_token) {
+        if (is_decode && first == 0 && unit.is_first_of_group() && 4 * lane < state_size)
+          store_quad(unit.b_ring() + unit.position(j) * state_size + 4 * lane, next_b);
+        float4 query = {};
+        if (4 * lane < state_size) query = to_numbers(load_quad(unit.token_c(j - history) + 4 * lane));
+        if (4 * lane < K) reinterpret_cast<float4*>(c)[lane] = query;
+      }
+      if (4 * lane < K) reinterpret_cast<float4*>(b)[lane] = to_numbers(next_b);
+      __syncwarp();
+      if (j + 1 < count) next_b = b_quad(unit, j + 1);
+      const auto* x = reinterpret_cast<const T*>(record_values + i * (kSliceRows / 4)) + lane / 4;
+      const Mamba2Gate gate = gates[i];
+      const float x_first = to_number(x[0]), x_second = to_number(x[8]);
+      mamba2_update(slice, b, gate.decay, __fmul_rn(gate.dt, x_first), __fmul_rn(gate.dt, x_second));
+      if (is_token) {
+        float products[2];
+        slice.multiply(c, products[0], products[1]);
+        const int row = output_row();
+        if (has_output() && row < values) {
+          const bool is_first = lane % 4 == 0;
+          float y = is_first ? products[0] : products[1];
+          if (args.heads.d != nullptr) y = __fmaf_rn(skip, is_first ? x_first : x_second, y);
+          if (args.tokens.z != nullptr)
+            y = gated(y, to_number(args.tokens.z[(unit.first_token + j - history) * args.tokens.z_stride +
+                                                 unit.head * unit.shape().head_size + first + row]));
+          unit.write_out(j - history, first + row, y);
+        }
+      }
+    }
+    begin += size;
+  } while (begin < count);
+  if (!is_decode) write(slice);
+}
+
+// Grid (slices of a head, H, B), block of a warp. A warp owns 16 rows of a head's state, in registers.
+template <int K, typename T>
+__global__ void __launch_bounds__(32, kBlocks) mamba2_recurrence_kernel(const __grid_constant__ Mamba2Args<T> args) {
+  extern __shared__ uint4 shared[];
+  const Mamba2Unit<T> unit(args, blockIdx.z, blockIdx.y);
+  const int first = blockIdx.x * kSliceRows;
+  if (!unit.is_refused(blockIdx.z, first, min(kSliceRows, unit.shape().head_size - first)))
+    run_slice<K>(unit, first, shared);
+}
+
+// As many blocks as may be resident, each a warp, which take the slices of the rows that flush in turn.
+template <int K, typename T>
+__global__ void __launch_bounds__(32, kBlocks) mamba2_flush_kernel(const __grid_constant__ Mamba2Args<T> args) {
+  extern __shared__ uint4 shared[];
+  const int slices = (args.state.shape.head_size + kSliceRows - 1) / kSliceRows;
+  const int of_row = slices * args.state.shape.heads;
+#pragma unroll 1
+  for (int i = blockIdx.x;; i += gridDim.x) {
+    const int b = nth_flushing(args.rows, i / of_row, args.tokens_per_row, args.state.window);
+    if (b < 0) return;
+    const Mamba2Unit<T> unit(args, b, i % of_row / slices);
+    if (!unit.row.is_outside) run_slice<K>(unit, i % slices * kSliceRows, shared);
+    __syncwarp();
+  }
+}
+
+// The share of the records in the outputs of kCount tokens from `first` on, and the tokens' factors, of one head:
+//
+//   factor = e^{s_n},  share = sum_j dt'_j e^{s_n - s_j} (B_j . C_n) x_j + D x_n
+//
+// A lane has four values of the head. `products` are B_j . C_t, [T][records]; `gates` the head's.
+template <int kCount, typename T>
+__device__ void sum_records(const Mamba2Unit<T>& unit, const Mamba2Gate* gates, const float* products, int records,
+                            int first) {
+  constexpr int kBatch = 4;
+  const int lane = threadIdx.x % 32, history = unit.row.history, head_size = unit.shape().head_size;
+  const float skip = unit.skip();
+  const T* ring = unit.x_ring();
+  for (int value = 4 * lane; value - 4 * lane < head_size; value += 128) {
+    const bool has_values = value < head_size;
+    float4 sums[kCount] = {};
+    float decays[kCount];
+#pragma unroll
+    for (int t = 0; t < kCount; ++t) decays[t] = 1;
+    const auto add = [&](int j, Quad<T> quad) {
+      const float4 x = to_numbers(quad);
+      const Mamba2Gate gate = gates[j];
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+        if (j > history + first + t) continue;
+        float c = __fmul_rn(__fmul_rn(gate.dt, decays[t]), products[(first + t) * records + j]);
+        if (j == history + first + t) c = __fadd_rn(c, skip);
+        sums[t] = multiply_added(x, c, sums[t]);
+        decays[t] = __fmul_rn(decays[t], gate.decay);
+      }
+    };
+#pragma unroll 1
+    for (int u = first + kCount - 1; u >= 0; --u)
+      add(history + u, has_values ? load_quad(unit.token_x(u) + value) : Quad<T>{});
+#pragma unroll 1
+    for (int top = history - 1; top >= 0; top -= kBatch) {
+      Quad<T> x[kBatch] = {};
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (has_values && top - i >= 0) x[i] = load_quad(ring + unit.position(top - i) * head_size + value);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (top - i >= 0) add(top - i, x[i]);
+    }
+#pragma unroll
+    for (int t = 0; t < kCount; ++t) {
+      if (has_values)
+        *reinterpret_cast<float4*>(unit.args.shares + unit.token_head(first + t) * head_size + value) = sums[t];
+      if (value == 0) unit.args.factors[unit.token_head(first + t)] = decays[t];
+    }
+  }
+}
+
+// Grid (G, B), block of 8 warps, which makes the queries, factors and shares of a group for the pass over the
+// checkpoints: first the products of the group's B and C, a warp a record, then the heads' sums, a warp a head.
+template <int K, typename T>
+__global__ void __launch_bounds__(kGroupWarps * 32, 3)
+    mamba2_prepare_kernel(const __grid_constant__ Mamba2Args<T> args) {
+  extern __shared__ float memory[];
+  let_next_start();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Mamba2Shape& shape = args.state.shape;
+  const int of_group = shape.heads / shape.groups, records = args.state.window + args.tokens_per_row;
+  const int first_head = blockIdx.x * of_group;
+  const Mamba2Unit<T> group(args, blockIdx.y, first_head);
+  if (group.row.is_padding || group.row.is_outside) {
+    for (int h = warp; h < of_group; h += kGroupWarps)
+      Mamba2Unit<T>(args, blockIdx.y, first_head + h).is_refused(blockIdx.y, 0, shape.head_size);
+    return;
+  }
+  if (group.will_flush()) return;
+  float* products = memory;  // [T][records]
+  auto* gates = reinterpret_cast<Mamba2Gate*>(products + (args.tokens_per_row * records + 1) / 2 * 2) + warp * records;
+  const int history = group.row.history, count = history + group.tokens;
+  const bool has_channels = 4 * lane < shape.state_size;
+  for (int t = warp; t < group.tokens; t += kGroupWarps) {
+    float4 c = {};
+    if (has_channels) c = to_numbers(load_quad(group.token_c(t) + 4 * lane));
+    const int64_t at = (group.first_token + t) * shape.groups + blockIdx.x;
+    if (4 * lane < K) reinterpret_cast<float4*>(args.queries + at * K)[lane] = c;
+    if (has_channels)
+      store_quad(group.b_ring() + group.position(history + t) * shape.state_size + 4 * lane,
+                 load_quad(group.token_b(t) + 4 * lane));
+  }
+  for (int j = warp; j < count; j += kGroupWarps) {
+    const float4 b = to_numbers(b_quad(group, j));
+    for (int t = max(0, j - history); t < group.tokens; ++t) {
+      float4 c = {};
+      if (has_channels) c = to_numbers(load_quad(group.token_c(t) + 4 * lane));
+      const float product =
+          sum_of_lanes<32>(__fmaf_rn(b.w, c.w, __fmaf_rn(b.z, c.z, __fmaf_rn(b.y, c.y, __fmul_rn(b.x, c.x)))));
+      if (lane == 0) products[t * records + j] = product;
+    }
+  }
+  __syncthreads();
+  for (int h = warp; h < of_group; h += kGroupWarps) {
+    const Mamba2Unit<T> unit(args, blockIdx.y, first_head + h);
+    const float rate = unit.decay_rate();
+    for (int j = lane; j < count; j += 32) gates[j] = gate_of(unit, j, rate, /*is_keeping=*/true);
+    for (int i = lane; i < unit.tokens * shape.head_size / 4; i += 32) {
+      const int t = i / (shape.head_size / 4), value = i % (shape.head_size / 4) * 4;
+      store_quad(unit.x_ring() + unit.position(history + t) * shape.head_size + value,
+                 load_quad(unit.token_x(t) + value));
+    }
+    __syncwarp();
+    int t = 0;
+#pragma unroll 1
+    for (; t + 4 <= unit.tokens; t += 4) sum_records<4>(unit, gates, products, records, t);
+#pragma unroll 1
+    for (; t < unit.tokens; ++t) sum_records<1>(unit, gates, products, records, t);
+    __syncwarp();
+  }
+}
+
+template <int K, typename T>
+void launch_padded(Mamba2Args<T> args, Readout readout, CudaDevice& device) {
+  const Mamba2Shape& shape = args.state.shape;
+  const int records = args.state.window + args.tokens_per_row, slices = (shape.head_size + kSliceRows - 1) / kSliceRows;
+  const size_t recurrence_bytes = kSliceBytes<K> + record_bytes<T>(records);
+  if (readout == Readout::kExact) {
+    launch(args.op, mamba2_recurrence_kernel<K, T>, dim3(slices, shape.heads, args.rows.count), 32, recurrence_bytes,
+           args, device);
+    return;
+  }
+  // The rows that flush take a share of the multiprocessors' warps, and the others are streamed beside them.
+  const StatePlan plan = mamba2_plan(shape, args.rows.count, args.tokens_per_row, device);
+  const int64_t blocks = std::min(int64_t{slices} * shape.heads * args.rows.count,
+                                  int64_t{device.properties().multiprocessors} * plan.flush_warps);
+  device.fork();
+  launch(args.op, mamba2_flush_kernel<K, T>, dim3(static_cast<unsigned>(blocks)), 32, recurrence_bytes, args, device,
+         Launch::kAside);
+  const int64_t tokens = int64_t{args.rows.count} * args.tokens_per_row;
+  const int64_t queries = tokens * shape.groups * K, factors = (tokens * shape.heads + 3) / 4 * 4;
+  args.queries =
+      static_cast<float*>(device.scratch(sizeof(float) * (queries + factors + tokens * shape.heads * shape.head_size)));
+  args.factors = args.queries + queries;
+  args.shares = args.factors + factors;
+  const size_t prepare_bytes =
+      sizeof(float) * ((args.tokens_per_row * records + 1) / 2 * 2) + sizeof(Mamba2Gate) * kGroupWarps * records;
+  launch(args.op, mamba2_prepare_kernel<K, T>, dim3(shape.groups, args.rows.count), kGroupWarps * 32, prepare_bytes,
+         args, device);
+  StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
+                       args.state.form,   shape.heads,         shape.head_size,        shape.state_size,
+                       args.state.window, args.state.capacity, args.tokens_per_row};
+  stream.query_heads = shape.groups;
+  stream.queries = args.queries;
+  stream.factors = args.factors;
+  stream.shares = args.shares;
+  stream.z = args.tokens.z;
+  stream.z_stride = args.tokens.z_stride;
+  stream.out = args.out;
+  stream.has_float_out = args.has_float_out;
+  stream.slices = plan.slices;
+  launch_stream<K>(args.op, stream, device);
+  device.join();
+}
+
+template <typename T>
+void run(const Mamba2Args<T>& args, Readout readout, CudaDevice& device) {
+  if (args.rows.count == 0) return;
+  const int state_size = args.state.shape.state_size;
+  if (state_size <= 32) return launch_padded<32>(args, readout, device);
+  if (state_size <= 64) return launch_padded<64>(args, readout, device);
+  launch_padded<128>(args, readout, device);
+}
+
+template <typename T>
+void check_state(const char* op, const BasicMamba2State<T>& state, const StateRows& rows) {
+  check_shape(state.shape);
+  check_ring(op, state.window, state.capacity);
+  check_cuda_sizes(op, "state_size", state.shape.state_size, rows.count);
+  check_pointers(op, {{"checkpoint", state.checkpoint},
+                      {"ring_x", state.ring_x},
+                      {"ring_b", state.ring_b},
+                      {"ring_dt", state.ring_dt},
+                      {"ring_decay", state.ring_decay}});
+}
+
+template <typename T>
+void check_tokens(const char* op, const BasicMamba2Tokens<T>& tokens, const Mamba2Heads& heads, const void* out) {
+  require(heads.a_log != nullptr, "{}: a_log is null", op);
+  check_pointers(op, {{"x", tokens.x}, {"b", tokens.b}, {"c", tokens.c}, {"dt", tokens.dt}, {"out", out}});
+  check_strides(op, sizeof(T),
+                {{"x_stride", tokens.x_stride}, {"b_stride", tokens.b_stride}, {"c_stride", tokens.c_stride}});
+}
+
+}  // namespace
+
+StatePlan mamba2_plan(const Mamba2Shape& shape, int batch, int tokens_per_row, CudaDevice& device) {
+  return state_plan(int64_t{batch} * shape.heads * ((shape.head_size + kSliceRows - 1) / kSliceRows), tokens_per_row,
+                    device);
+}
+
+template <typename T, typename Out>
+void mamba2_step(const BasicMamba2Step<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("mamba2_step", args.state, args.rows);
+  check_tokens("mamba2_step", args.tokens, args.heads, args.out);
+  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kStep, 1, nullptr, args.out,
+          std::is_same_v<Out, float>, device.fault(), "mamba2_step"},
+         Readout::kExact, device);
+}
+
+template <typename T, typename Out>
+void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("mamba2_decode", args.state, args.rows);
+  check_window("mamba2_decode", args.tokens_per_row, args.state.window, args.state.capacity);
+  check_cuda_window("mamba2_decode", args.state.window, args.tokens_per_row);
+  check_tokens("mamba2_decode", args.tokens, args.heads, args.out);
+  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, nullptr, args.out,
+          std::is_same_v<Out, float>, device.fault(), "mamba2_decode"},
+         args.readout, device);
+}
+
+template <typename T, typename Out>
+void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("mamba2_prefill", args.state, args.rows);
+  check_tokens("mamba2_prefill", args.tokens, args.heads, args.out);
+  require(args.token_begin != nullptr, "mamba2_prefill: token_begin is null");
+  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kPrefill, 0, args.token_begin, args.out,
+          std::is_same_v<Out, float>, device.fault(), "mamba2_prefill"},
+         Readout::kExact, device);
+}
+
+template <typename T>
+void mamba2_materialise(const BasicMamba2Materialise<T>& args, CudaDevice& device, std::span<std::byte>) {
+  check_state("mamba2_materialise", args.state, args.rows);
+  // No token is read, and of the heads' weights none.
+  run<T>({args.state,
+          args.rows,
+          {},
+          {},
+          Mamba2Use::kMaterialise,
+          0,
+          nullptr,
+          nullptr,
+          true,
+          device.fault(),
+          "mamba2_materialise"},
+         Readout::kExact, device);
+}
+
+#define REPLAYSSM_MAMBA2(T, Out)                                                                    \
+  template void mamba2_step(const BasicMamba2Step<T, Out>&, CudaDevice&, std::span<std::byte>);     \
+  template void mamba2_decode(const BasicMamba2Decode<T, Out>&, CudaDevice&, std::span<std::byte>); \
+  template void mamba2_prefill(const BasicMamba2Prefill<T, Out>&, CudaDevice&, std::span<std::byte>);
+REPLAYSSM_MAMBA2(float, float)
+REPLAYSSM_MAMBA2(Bf16, Bf16)
+REPLAYSSM_MAMBA2(Bf16, float)
+REPLAYSSM_MAMBA2(Fp16, Fp16)
+REPLAYSSM_MAMBA2(Fp16, float)
+#undef REPLAYSSM_MAMBA2
+template void mamba2_materialise(const BasicMamba2Materialise<float>&, CudaDevice&, std::span<std::byte>);
+template void mamba2_materialise(const BasicMamba2Materialise<Bf16>&, CudaDevice&, std::span<std::byte>);
+template void mamba2_materialise(const BasicMamba2Materialise<Fp16>&, CudaDevice&, std::span<std::byte>);
+
+}  // namespace replayssm

@@ -1,0 +1,129 @@
+// Internal to the CUDA paths: a block's row of the batch, faults, and the element types.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "replayssm/core/bf16.h"
+#include "replayssm/core/cuda_device.h"
+#include "replayssm/core/fp16.h"
+#include "replayssm/ops/rows.h"
+
+namespace replayssm {
+
+__device__ inline float to_number(float value) {
+  return value;
+}
+__device__ inline float to_number(Bf16 value) {
+  return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
+}
+__device__ inline float to_number(Fp16 value) {
+  return __half2float(__ushort_as_half(value.bits));
+}
+
+__device__ inline void store_number(float* to, float value) {
+  *to = value;
+}
+__device__ inline void store_number(Bf16* to, float value) {
+  to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+__device__ inline void store_number(Fp16* to, float value) {
+  to->bits = __half_as_ushort(__float2half_rn(value));
+}
+
+// Four numbers of a kernel's input that lie together.
+template <typename T>
+struct Quad {
+  uint2 bits;  // of two 16-bit pairs
+};
+template <>
+struct Quad<float> {
+  uint4 bits;
+};
+
+// The streaming load keeps what is read once out of the way of what is not.
+template <typename T>
+__device__ inline Quad<T> load_quad(const T* from) {
+  return {__ldg(reinterpret_cast<const decltype(Quad<T>::bits)*>(from))};
+}
+template <typename T>
+__device__ inline void store_quad(T* to, Quad<T> quad) {
+  *reinterpret_cast<decltype(Quad<T>::bits)*>(to) = quad.bits;
+}
+
+__device__ inline float4 to_numbers(Quad<float> quad) {
+  return make_float4(__uint_as_float(quad.bits.x), __uint_as_float(quad.bits.y), __uint_as_float(quad.bits.z),
+                     __uint_as_float(quad.bits.w));
+}
+__device__ inline float4 to_numbers(Quad<Bf16> quad) {
+  return make_float4(__uint_as_float(quad.bits.x << 16), __uint_as_float(quad.bits.x & 0xFFFF0000u),
+                     __uint_as_float(quad.bits.y << 16), __uint_as_float(quad.bits.y & 0xFFFF0000u));
+}
+__device__ inline float4 to_numbers(Quad<Fp16> quad) {
+  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&quad.bits.x));
+  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&quad.bits.y));
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
+// Tells the host of the first row that names what the pool does not have.
+__device__ inline void report_fault(CudaFault* fault, const char* op, int row, int slot, int checkpoint_in,
+                                    int checkpoint_out) {
+  if (atomicCAS_system(&fault->is_set, 0, 1) != 0) return;
+  fault->op = op;
+  fault->row = row;
+  fault->slot = slot;
+  fault->checkpoint_in = checkpoint_in;
+  fault->checkpoint_out = checkpoint_out;
+  __threadfence_system();
+}
+
+// A row of the batch as its blocks see it.
+struct Row {
+  int slot;
+  int history;
+  int start;  // ring position of record 0
+  int checkpoint_in, checkpoint_out;
+  bool is_padding, is_outside;
+};
+
+__device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_t checkpoints, int window,
+                             int capacity) {
+  Row row{};
+  row.slot = __ldg(rows.slot + b);
+  const int64_t base = __ldg(rows.base + b);
+  row.history = __ldg(rows.history + b);
+  row.checkpoint_in = __ldg(rows.checkpoint_in + b);
+  row.checkpoint_out = __ldg(rows.checkpoint_out + b);
+  row.is_padding = row.slot == kPaddingSlot;
+  const auto is_in = [](int index, int64_t count) { return index >= 0 && index < count; };
+  row.is_outside =
+      !row.is_padding && !(is_in(row.slot, slots) && is_in(row.checkpoint_in, checkpoints) &&
+                           is_in(row.checkpoint_out, checkpoints) && is_in(row.history, window + 1ll) && base >= 0);
+  // 32-bit remainders are several times faster, and a base passes 2^32 only in sequences longer than any context.
+  row.start = base <= 0xFFFFFFFFll ? static_cast<int>(static_cast<uint32_t>(base) % static_cast<uint32_t>(capacity))
+                                   : static_cast<int>(base % capacity);
+  return row;
+}
+
+// The n-th row that flushes in a step of T tokens, or -1; a warp asks together.
+__device__ inline int nth_flushing(const StateRows& rows, int n, int tokens_per_row, int window) {
+  for (int begin = 0; begin < rows.count; begin += 32) {
+    const int b = begin + static_cast<int>(threadIdx.x % 32);
+    const bool will_flush =
+        b < rows.count && __ldg(rows.slot + b) != kPaddingSlot && __ldg(rows.history + b) + tokens_per_row > window;
+    const unsigned flushing = __ballot_sync(0xFFFFFFFFu, will_flush);
+    const int count = __popc(flushing);
+    if (n < count) return begin + static_cast<int>(__fns(flushing, 0, n + 1));
+    n -= count;
+  }
+  return -1;
+}
+
+// y z sigmoid(z)
+__device__ inline float gated(float y, float z) {
+  return __fmul_rn(y, __fdiv_rn(z, __fadd_rn(1.0f, expf(-z))));
+}
+
+}  // namespace replayssm

@@ -1,0 +1,258 @@
+// Internal to the CUDA state kernels: a slice is 16 rows of a checkpoint, the share of one warp.
+//
+// It comes from memory through shared memory, 16 bytes a lane and whole rows together. Then lane 4 r + c has rows r and
+// r + 8, of each the quads c, c + 4, c + 8, ... (a quad is four channels): a product with a vector costs two shuffles a
+// row, an update none, and a vector's quad serves two rows. The order of arithmetic is that of the channels and lanes,
+// whatever the launch.
+#pragma once
+
+#include <cstdint>
+
+#include "replayssm/ops/rows.cuh"
+
+namespace replayssm {
+
+inline constexpr int kSliceRows = 16;
+inline constexpr unsigned kWarp = 0xFFFFFFFFu;
+
+// The bytes of shared memory of a slice of K channels (padded): words, or both halves.
+template <int K>
+inline constexpr int kSliceBytes = kSliceRows* K * 4;
+
+__device__ inline void copy_chunk_async(void* shared, const void* global, bool is_there) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+__device__ inline void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Four numbers of a vector in shared memory. Volatile: a compiler that sees one vector read twice keeps it in registers
+// between, which with a slice there already means memory.
+__device__ inline float4 read_quad(const float* vector, int quad) {
+  float4 x;
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(vector + 4 * quad));
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address));
+  return x;
+}
+
+__device__ inline float4 scaled(float4 x, float scale) {
+  return make_float4(__fmul_rn(x.x, scale), __fmul_rn(x.y, scale), __fmul_rn(x.z, scale), __fmul_rn(x.w, scale));
+}
+__device__ inline float4 multiplied(float4 x, float4 y) {
+  return make_float4(__fmul_rn(x.x, y.x), __fmul_rn(x.y, y.y), __fmul_rn(x.z, y.z), __fmul_rn(x.w, y.w));
+}
+// x * factor + sum
+__device__ inline float4 multiply_added(float4 x, float factor, float4 sum) {
+  return make_float4(__fmaf_rn(x.x, factor, sum.x), __fmaf_rn(x.y, factor, sum.y), __fmaf_rn(x.z, factor, sum.z),
+                     __fmaf_rn(x.w, factor, sum.w));
+}
+__device__ inline float4 exponentials(float4 x) {
+  return make_float4(expf(x.x), expf(x.y), expf(x.z), expf(x.w));
+}
+
+// The sum over kLanes neighbouring lanes, in each of them.
+template <int kLanes>
+__device__ inline float sum_of_lanes(float value) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) value = __fadd_rn(value, __shfl_xor_sync(kWarp, value, mask));
+  return value;
+}
+
+// x . y added to two partial sums, whose sum over four lanes ends a row's product.
+struct RowSums {
+  float even = 0, odd = 0;
+
+  __device__ void add(float4 x, float4 y) {
+    even = __fmaf_rn(x.x, y.x, even);
+    odd = __fmaf_rn(x.y, y.y, odd);
+    even = __fmaf_rn(x.z, y.z, even);
+    odd = __fmaf_rn(x.w, y.w, odd);
+  }
+  __device__ float total() const { return sum_of_lanes<4>(__fadd_rn(even, odd)); }
+};
+
+// The row that a lane's output is: lanes c = 0 have row r, lanes c = 1 row r + 8.
+__device__ inline int output_row() {
+  return (threadIdx.x % 32) / 4 + (threadIdx.x % 4) * 8;
+}
+__device__ inline bool has_output() {
+  return threadIdx.x % 4 < 2;
+}
+
+// A slice of K channels (padded) between memory, shared memory and registers. A Place says where row r of the slice
+// lies: its floats at word(r), or its halves at hi(r) and lo(r), in elements from the checkpoints' beginning; is_run if
+// its rows follow one another.
+template <int K>
+struct Slice {
+  static constexpr int kQuads = K / 16;  // of a row in a lane
+  static constexpr int kWordChunks = K / 4;
+  static constexpr int kHalfChunks = K / 8;
+
+  float4 rows[2][kQuads];
+
+  // Begins to read `rows` rows; with hi_alone (planes only) one half of them.
+  template <typename Place>
+  __device__ static void begin_read(uint4* shared, const Place& place, const float* checkpoint, int rows, int key_size,
+                                    CheckpointForm form, bool hi_alone) {
+    const bool is_whole = place.is_run && rows == kSliceRows && key_size == K;
+    if (form == CheckpointForm::kWords) {
+      copy_rows<kWordChunks, 2>(shared, is_whole, rows, key_size / 4,
+                                [&](int row) { return reinterpret_cast<const uint4*>(checkpoint + place.word(row)); });
+    } else {
+      const auto* halves = reinterpret_cast<const uint16_t*>(checkpoint);
+      copy_rows<kHalfChunks, 4>(shared, is_whole, rows, key_size / 8,
+                                [&](int row) { return reinterpret_cast<const uint4*>(halves + place.hi(row)); });
+      if (!hi_alone)
+        copy_rows<kHalfChunks, 4>(shared + kSliceRows * kHalfChunks, is_whole, rows, key_size / 8,
+                                  [&](int row) { return reinterpret_cast<const uint4*>(halves + place.lo(row)); });
+    }
+    commit_copies();
+  }
+
+  // Takes the slice from shared memory, where it has arrived.
+  __device__ void take(const uint4* shared, CheckpointForm form) {
+    const uint4* lo = shared + kSliceRows * kHalfChunks;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        if (form == CheckpointForm::kWords) {
+          rows[half][i] = word_quad(shared, half, i);
+        } else {
+          const uint2 his = half_quad(shared, half, i), los = half_quad(lo, half, i);
+          rows[half][i] = make_float4(with_lo(his.x << 16, los.x << 16), with_lo(his.x & 0xFFFF0000u, los.x),
+                                      with_lo(his.y << 16, los.y << 16), with_lo(his.y & 0xFFFF0000u, los.y));
+        }
+      }
+  }
+
+  // Writes the slice to a checkpoint.
+  template <typename Place>
+  __device__ void write(const Place& place, float* checkpoint, int count, int key_size, CheckpointForm form) const {
+    const int r = (threadIdx.x % 32) / 4, c = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = r + 8 * half;
+      if (row >= count) continue;
+      if (form == CheckpointForm::kWords) {
+        auto* to = reinterpret_cast<float4*>(checkpoint + place.word(row));
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i)
+          if (4 * (c + 4 * i) < key_size) __stcs(to + c + 4 * i, rows[half][i]);
+      } else {
+        auto* halves = reinterpret_cast<uint16_t*>(checkpoint);
+        auto *hi = reinterpret_cast<uint2*>(halves + place.hi(row)),
+             *lo = reinterpret_cast<uint2*>(halves + place.lo(row));
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+          if (4 * (c + 4 * i) >= key_size) continue;
+          const float4 x = rows[half][i];
+          uint2 his, los;
+          split(x.x, x.y, his.x, los.x);
+          split(x.z, x.w, his.y, los.y);
+          __stcs(hi + c + 4 * i, his);
+          __stcs(lo + c + 4 * i, los);
+        }
+      }
+    }
+  }
+
+  // The slice's products with a vector of K in shared memory: of row r and of row r + 8.
+  __device__ void multiply(const float* vector, float& first, float& second) const {
+    const int c = threadIdx.x % 4;
+    RowSums sums[2];
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const float4 y = read_quad(vector, c + 4 * i);
+      sums[0].add(rows[0][i], y);
+      sums[1].add(rows[1][i], y);
+    }
+    first = sums[0].total();
+    second = sums[1].total();
+  }
+
+  // The same for kCount vectors [kCount][K] from the slice in shared memory, words or hi halves. A lane gets the
+  // product of its output row.
+  template <int kCount>
+  __device__ static void multiply_shared(float (&products)[kCount], const uint4* shared, const float* vectors,
+                                         CheckpointForm form) {
+    const int c = threadIdx.x % 4;
+    RowSums sums[kCount][2];
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      float4 x[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        x[half] = form == CheckpointForm::kWords ? word_quad(shared, half, i)
+                                                 : to_numbers(Quad<Bf16>{half_quad(shared, half, i)});
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+        const float4 y = reinterpret_cast<const float4*>(vectors + t * K)[c + 4 * i];
+        sums[t][0].add(x[0], y);
+        sums[t][1].add(x[1], y);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kCount; ++t) {
+      const float first = sums[t][0].total(), second = sums[t][1].total();
+      products[t] = c == 0 ? first : second;
+    }
+  }
+
+ private:
+  // Chunks of a row are exchanged so that neither a row's copy nor the lanes' reads meet in a bank.
+  template <int kChunks, int kPeriod>
+  __device__ static int place_of(int row, int chunk) {
+    return row * kChunks + (chunk ^ ((row & (kPeriod - 1)) * (8 / kPeriod) & (kChunks - 1)));
+  }
+
+  template <int kChunks, int kPeriod, typename RowAddress>
+  __device__ static void copy_rows(uint4* shared, bool is_whole, int rows, int chunks, const RowAddress& row_address) {
+    constexpr int kRounds = kSliceRows * kChunks / 32;
+    const int lane = threadIdx.x % 32;
+    if (is_whole) {
+      const uint4* from = row_address(0) + lane;
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i)
+        copy_chunk_async(shared + place_of<kChunks, kPeriod>((i * 32 + lane) / kChunks, lane % kChunks), from + i * 32,
+                         true);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kRounds; ++i) {
+      const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+      const bool is_there = row < rows && chunk < chunks;
+      const uint4* from = row_address(is_there ? row : 0);
+      copy_chunk_async(shared + place_of<kChunks, kPeriod>(row, chunk), from + (is_there ? chunk : 0), is_there);
+    }
+  }
+
+  __device__ static float4 word_quad(const uint4* shared, int half, int i) {
+    const int r = (threadIdx.x % 32) / 4 + 8 * half, c = threadIdx.x % 4;
+    return reinterpret_cast<const float4*>(shared)[place_of<kWordChunks, 2>(r, c + 4 * i)];
+  }
+  __device__ static uint2 half_quad(const uint4* shared, int half, int i) {
+    const int r = (threadIdx.x % 32) / 4 + 8 * half, c = threadIdx.x % 4;
+    return reinterpret_cast<const uint2*>(shared + place_of<kHalfChunks, 4>(r, c / 2 + 2 * i))[c % 2];
+  }
+
+  __device__ static float with_lo(uint32_t hi, uint32_t lo) {
+    return __uint_as_float(hi + static_cast<uint32_t>(static_cast<int32_t>(lo) >> 16));
+  }
+  __device__ static void split(float even, float odd, uint32_t& hi, uint32_t& lo) {
+    const auto word_of = [](float value) { return isnan(value) ? 0x7FC00000u : __float_as_uint(value); };
+    const uint32_t a = word_of(even), b = word_of(odd);
+    const uint32_t a_hi = (a + 0x8000u) >> 16, b_hi = (b + 0x8000u) >> 16;
+    hi = a_hi | b_hi << 16;
+    lo = ((a - (a_hi << 16)) & 0xFFFFu) | (b - (b_hi << 16)) << 16;
+  }
+};
+
+}  // namespace replayssm
