@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Times the state-space ops on this machine's GPU and appends to a CSV, the figures that matter most first:
 #   tools/gpu_bench.sh [quick|full] [CSV]      (full, bench/results/h200.csv)
-# full: the target table at batch 256, sweeps over batches, windows and tokens, and prefill, some minutes; quick: batch 256, 32
-# and 1 of the table, about one. Uses build/cuda/replayssm as it is; builds it if it is not there. Wants an idle GPU.
+# full: the target table at batch 256, sweeps over batches, windows and tokens, and prefill, some minutes; quick: batch
+# 256, 32 and 1 of the table, about one. Uses build/cuda/replayssm as it is; builds it if it is not there. Wants an idle
+# GPU.
 set -euo pipefail
 root=$(dirname "$(dirname "$(readlink -f "$0")")")
 extent=${1:-full}
@@ -48,7 +49,7 @@ else
     bench "$shape" --batch 1,8,32,128,512 --window 16 --tokens 4 --accepted 4,2.8 --decode replay
   done
   for shape in "${shapes[@]}"; do
-    bench "$shape" --batch 1,8,32,128,512 --window 4 --decode replay,exact
+    bench "$shape" --batch 1,8,32,128,512,2,4,16,64 --window 4,8 --decode replay,exact
     bench "$shape" --batch 256,32 --window 4,8,16,32 --tokens 1,2,4,8 --decode replay,exact
     bench "$shape" --batch 256,32 --window 4,8,16,32 --tokens 1,2,4,8 --decode replay --read bf16
     bench "$shape" --batch 1 --decode conventional --prefill 512,4096x8
