@@ -10,6 +10,7 @@
 
 #include "apps/command.h"
 #include "bench/ops.h"
+#include "bench/roof.h"
 #include "replayssm/core/version.h"
 
 namespace replayssm {
@@ -85,27 +86,48 @@ void add_eval(CLI::App& command, int& status) {
   ppl->callback([flags, &status] { status = run_ppl(*flags); });
 }
 
-void add_bench(CLI::App& command) {
+void add_bench_ops(CLI::App& bench) {
   auto options = std::make_shared<bench::OpsOptions>();
-  CLI::App* bench = command.add_subcommand("bench", "Times the ops on this machine");
-  bench->require_subcommand(1);
-  CLI::App* ops = bench->add_subcommand("ops", "Times conventional, replay and exact decoding side by side");
+  CLI::App* ops = bench.add_subcommand("ops", "Times conventional, replay and exact decoding side by side");
+  const auto add_list = [&](const char* name, auto& values, const std::string& text) {
+    return ops->add_option(name, values, text)->delimiter(',')->allow_extra_args(false);
+  };
   ops->add_option("--op", options->op, "The op: delta, kda or mamba2 (default: that of the layer)");
   ops->add_option("--shape", options->shape, fmt::format("The layer: {}", fmt::join(bench::ops_shapes(), ", ")))
       ->capture_default_str();
-  ops->add_option("--batch", options->batches, "Batch sizes, with commas between")
-      ->delimiter(',')
-      ->allow_extra_args(false)
+  ops->add_option("--device", options->device, "cpu, or cuda: a GPU")->capture_default_str();
+  add_list("--batch", options->batches, "Batch sizes, with commas between")->capture_default_str();
+  add_list("--window", options->windows, "Records that replay keeps before it folds them, with commas between")
       ->capture_default_str();
-  ops->add_option("--window", options->window, "Records that replay keeps before it folds them")->capture_default_str();
-  ops->add_option("--tokens", options->tokens, "Tokens of a decoding step")->capture_default_str();
-  ops->add_option("--prefill", options->prefill_tokens, "Lengths of prompts to time as well, with commas between")
-      ->delimiter(',')
-      ->allow_extra_args(false);
+  add_list("--tokens", options->tokens, "Tokens of a decoding step, with commas between")->capture_default_str();
+  add_list("--prefill", options->prompts,
+           "Prompts to time as well, with commas between: TOKENS, or TOKENSxSEQUENCES for several at once");
   ops->add_option("--threads", options->threads, "Threads; 0: one per core")->capture_default_str();
   ops->add_option("--rounds", options->rounds, "Rounds to take the median of")->capture_default_str();
   ops->add_option("--csv", options->csv, "File to append the figures to");
+  add_list("--accepted", options->accepted,
+           "cuda: tokens of a step that are accepted, 2.8 for example; on average "
+           "(default: all)");
+  add_list("--decode", options->decoders, "cuda: which of conventional, replay, exact (default: all)");
+  ops->add_option("--read", options->read, "cuda: fp32, or bf16: replay reads half of each word (default: fp32)");
+  ops->add_option("--type", options->type, "cuda: type of inputs and records: bf16, fp16 or fp32 (default: bf16)");
+  ops->add_option("--out", options->out, "cuda: type of outputs: that of the inputs or fp32 (default: the former)");
   ops->callback([options] { bench::run_ops(*options); });
+}
+
+void add_bench_roof(CLI::App& bench) {
+  auto options = std::make_shared<bench::RoofOptions>();
+  CLI::App* roof = bench.add_subcommand("roof", "Measures how fast memory is read and updated");
+  roof->add_option("--device", options->device, "cpu, or cuda: a GPU")->capture_default_str();
+  roof->add_option("--threads", options->threads, "Threads; 0: one per core")->capture_default_str();
+  roof->callback([options] { bench::run_roof(*options); });
+}
+
+void add_bench(CLI::App& command) {
+  CLI::App* bench = command.add_subcommand("bench", "Times the ops on this machine");
+  bench->require_subcommand(1);
+  add_bench_ops(*bench);
+  add_bench_roof(*bench);
 }
 
 int refuse(const std::string& text) {

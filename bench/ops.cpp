@@ -4,13 +4,19 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <ctime>
 #include <fstream>
-#include <map>
+#include <optional>
 #include <variant>
 
+#include "bench/cuda_ops.h"
+#include "bench/cursor_cycle.h"
+#include "bench/layers.h"
+#include "bench/machine.h"
 #include "bench/memory_roof.h"
 #include "bench/op_memory.h"
 #include "bench/ops_delta.h"
@@ -18,30 +24,9 @@
 #include "replayssm/core/buffer.h"
 #include "replayssm/core/error.h"
 #include "replayssm/core/simd.h"
-#include "replayssm/ops/delta.h"
 
 namespace replayssm::bench {
 namespace {
-
-// A layer of a model: which op it is, and its sizes.
-struct Layer {
-  std::string op;
-  std::variant<DeltaShape, Mamba2Shape> shape;
-};
-
-const std::map<std::string, Layer>& layers() {
-  static const std::map<std::string, Layer> by_name = {
-      {"qwen3.5-4b", {"delta", DeltaShape{32, 16, 128, 128, 1}}},
-      {"qwen3.5-122b", {"delta", DeltaShape{64, 16, 128, 128, 1}}},
-      {"qwen3.6-27b", {"delta", DeltaShape{48, 16, 128, 128, 1}}},
-      {"kimi-linear", {"kda", DeltaShape{32, 32, 128, 128, 128}}},
-      {"kimi-k3", {"kda", DeltaShape{96, 96, 128, 128, 128}}},
-      {"nemotron-3-nano-4b", {"mamba2", Mamba2Shape{96, 8, 80, 128}}},
-      {"nemotron-3-super", {"mamba2", Mamba2Shape{128, 8, 64, 128}}},
-      {"mamba2-48x64x128", {"mamba2", Mamba2Shape{48, 8, 64, 128}}},
-  };
-  return by_name;
-}
 
 double median(std::vector<double> values) {
   std::ranges::sort(values);
@@ -67,31 +52,35 @@ struct Samples {
     share.push_back(bytes.back() / (us.back() * 1e-6) / round_roof);
   }
 
-  OpsResult result(const std::string& op, const std::string& decode, int batch, int tokens) const {
+  OpsResult result(const std::string& op, const std::string& decode, int batch, int window, int tokens) const {
+    OpsResult result{op, decode, batch, window, tokens, 1.0 * tokens};
     std::vector<double> sorted = us;
     std::ranges::sort(sorted);
-    return {op,
-            decode,
-            batch,
-            tokens,
-            median(us),
-            sorted.front(),
-            sorted[sorted.size() * 95 / 100],
-            median(bytes),
-            median(roof) * 1e-9,
-            median(share)};
+    result.us_median = median(us);
+    result.us_min = sorted.front();
+    result.us_p95 = sorted[sorted.size() * 95 / 100];
+    result.bytes = median(bytes);
+    result.roof_gb_s = median(roof) * 1e-9;
+    result.roof_share = median(share);
+    return result;
   }
 };
 
+// A decoding step's shape, whatever the layer's.
+struct Step {
+  int batch, window, tokens;
+};
+
 template <typename Bench>
-void add_results(const OpsOptions& options, int batch, Bench& bench, Device& device, std::vector<OpsResult>& results) {
+void add_results(const OpsOptions& options, const Step& step, Bench& bench, Device& device,
+                 std::vector<OpsResult>& results) {
   Samples conventional, replay, exact;
   // A call at a small batch takes microseconds: several cycles make a sample that a timer sees well.
-  const int calls = bench.cycle() * std::max(1, 8 / batch);
+  const int calls = bench.cycle() * std::max(1, 8 / step.batch);
   for (int round = 0; round < options.rounds; ++round) {
     const double read = read_roof(bench.memory(), bench.memory_floats(), device);
     const double update = update_roof(bench.memory(), bench.memory_floats(), device);
-    if (options.tokens == 1) {
+    if (step.tokens == 1) {
       bench.clear_history();
       conventional.add(bench, calls, update, [&] { bench.step(); });
     }
@@ -99,47 +88,62 @@ void add_results(const OpsOptions& options, int batch, Bench& bench, Device& dev
     replay.add(bench, calls, read, [&] { bench.decode(Readout::kDirect); });
     exact.add(bench, calls, read, [&] { bench.decode(Readout::kExact); });
   }
-  if (options.tokens == 1) results.push_back(conventional.result(options.op, "conventional", batch, 1));
-  results.push_back(replay.result(options.op, "replay", batch, options.tokens));
-  results.push_back(exact.result(options.op, "exact", batch, options.tokens));
+  const auto add = [&](const Samples& samples, const char* decode) {
+    results.push_back(samples.result(options.op, decode, step.batch, step.window, step.tokens));
+  };
+  if (step.tokens == 1) add(conventional, "conventional");
+  add(replay, "replay");
+  add(exact, "exact");
 }
 
 template <typename Bench>
-void add_prefill_results(const OpsOptions& options, Bench& bench, Device& device, std::vector<OpsResult>& results) {
-  for (int tokens : options.prefill_tokens) {
-    Samples samples;
-    for (int round = 0; round < options.rounds; ++round) {
-      const double update = update_roof(bench.memory(), bench.memory_floats(), device);
-      bench.prefill(tokens);  // brings back what the roof has driven out of the caches
-      samples.add(bench, 4, update, [&] { bench.prefill(tokens); });
-    }
-    results.push_back(samples.result(options.op + "_prefill", "conventional", 1, tokens));
+OpsResult prefill_result(const OpsOptions& options, const Prompt& prompt, Bench& bench, Device& device) {
+  Samples samples;
+  for (int round = 0; round < options.rounds; ++round) {
+    const double update = update_roof(bench.memory(), bench.memory_floats(), device);
+    bench.prefill(prompt.tokens);  // brings back what the roof has driven out of the caches
+    samples.add(bench, 4, update, [&] { bench.prefill(prompt.tokens); });
   }
+  return samples.result(options.op + "_prefill", "conventional", prompt.sequences, options.windows.front(),
+                        prompt.tokens);
 }
 
 template <typename Bench, typename Shape>
-void add_all_results(const OpsOptions& options, const Shape& shape, Device& device, std::vector<OpsResult>& results) {
-  for (int batch : options.batches) {
-    Bench bench(shape, batch, options.window, options.tokens, device);
-    add_results(options, batch, bench, device, results);
+std::vector<OpsResult> measure_all(const OpsOptions& options, const Shape& shape, const std::vector<Prompt>& prompts,
+                                   Device& device) {
+  std::vector<OpsResult> results;
+  for (int window : options.windows)
+    for (int tokens : options.tokens)
+      for (int batch : options.batches) {
+        if (tokens > window) continue;
+        Bench bench(shape, batch, window, tokens, device);
+        add_results(options, {batch, window, tokens}, bench, device, results);
+      }
+  std::optional<Bench> bench;
+  int sequences = 0;
+  for (const Prompt& prompt : prompts) {
+    if (prompt.sequences != sequences) bench.emplace(shape, prompt.sequences, options.windows.front(), 1, device);
+    sequences = prompt.sequences;
+    results.push_back(prefill_result(options, prompt, *bench, device));
   }
-  if (options.prefill_tokens.empty()) return;
-  Bench bench(shape, 1, options.window, options.tokens, device);
-  add_prefill_results(options, bench, device, results);
+  return results;
 }
 
-std::string machine_name() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);)
-    if (line.starts_with("model name")) {
-      std::string name = line.substr(line.find(':') + 2);
-      std::ranges::replace(name, ',', ' ');
-      return name;
-    }
-  return "unknown";
+void run_cpu_ops(const OpsOptions& options, const Layer& layer, const std::vector<Prompt>& prompts,
+                 const ShowResult& show) {
+  Device device(options.threads, /*pin=*/true);
+  const auto* mamba2 = std::get_if<Mamba2Shape>(&layer.shape);
+  const std::vector<OpsResult> results =
+      mamba2 != nullptr ? measure_all<Mamba2Bench>(options, *mamba2, prompts, device)
+                        : measure_all<DeltaBench>(options, std::get<DeltaShape>(layer.shape), prompts, device);
+  const int threads = device.threads().size();
+  const OpsMachine machine{
+      processor_name(), fmt::format("cpu-{}x{}", threads, simd_target()),
+      fmt::format("{} threads, {}; FMA roof {:.0f} GFLOP/s", threads, simd_target(), multiply_add_roof(device) * 1e-9)};
+  for (const OpsResult& result : results) show(machine, result);
 }
 
-void write_csv(const OpsOptions& options, const std::vector<OpsResult>& results) {
+void append_csv(const OpsOptions& options, const OpsMachine& machine, const OpsResult& r) {
   struct stat existing;
   const bool is_new = stat(options.csv.c_str(), &existing) != 0 || existing.st_size == 0;
   std::ofstream file(options.csv, std::ios::app);
@@ -149,30 +153,104 @@ void write_csv(const OpsOptions& options, const std::vector<OpsResult>& results)
   char date[16];
   const std::time_t now = std::time(nullptr);
   std::strftime(date, sizeof(date), "%Y-%m-%d", std::localtime(&now));
-  for (const OpsResult& r : results)
-    file << fmt::format("{},{},{},{},cpu-{}x{},{},{},{},{},fp32,fp32,{},{:.2f},{:.2f},{:.2f},{:.0f},{:.2f},{:.3f}\n",
-                        date, machine_name(), r.op, options.shape, options.threads, simd_target(), r.batch, r.tokens,
-                        r.tokens, options.window, r.decode, r.us_median, r.us_min, r.us_p95, r.bytes, r.roof_gb_s,
-                        r.roof_share);
+  file << fmt::format("{},{},{},{},{},{},{},{:g},{},{},fp32,{},{:.2f},{:.2f},{:.2f},{:.0f},{:.2f},{:.3f}\n", date,
+                      machine.name, r.op, options.shape, machine.device, r.batch, r.tokens, r.accepted, r.window,
+                      r.read, r.decode, r.us_median, r.us_min, r.us_p95, r.bytes, r.roof_gb_s, r.roof_share);
   file.flush();
   require(file.good(), "csv: cannot write '{}'", options.csv);
 }
 
-void check(const OpsOptions& options) {
+void print_heading(const OpsOptions& options, const OpsMachine& machine) {
+  fmt::print("{} on {}, {}\n", options.shape, machine.name, machine.note);
+  fmt::print("{:14} {:12} {:>5} {:>6} {:>6} {:>8} {:>11} {:>11} {:>11} {:>11} {:>9} {:>9} {:>6}\n", "op", "decode",
+             "batch", "window", "tokens", "accepted", "read", "us median", "us min", "us p95", "MB", "roof GB/s",
+             "share");
+}
+
+void print_result(const OpsResult& r) {
+  fmt::print("{:14} {:12} {:5} {:6} {:6} {:8g} {:>11} {:11.2f} {:11.2f} {:11.2f} {:9.2f} {:9.2f} {:5.0f}%\n", r.op,
+             r.decode, r.batch, r.window, r.tokens, r.accepted, r.read, r.us_median, r.us_min, r.us_p95, r.bytes * 1e-6,
+             r.roof_gb_s, 100 * r.roof_share);
+  std::fflush(stdout);
+}
+
+// TOKENS or TOKENSxSEQUENCES.
+Prompt parse_prompt(const std::string& text) {
+  Prompt prompt;
+  const char* const end = text.data() + text.size();
+  std::from_chars_result read = std::from_chars(text.data(), end, prompt.tokens);
+  if (read.ec == std::errc() && read.ptr != end && *read.ptr == 'x')
+    read = std::from_chars(read.ptr + 1, end, prompt.sequences);
+  require(read.ec == std::errc() && read.ptr == end, "--prefill: expected TOKENS or TOKENSxSEQUENCES, got '{}'", text);
+  require(prompt.tokens >= 1 && prompt.tokens <= 65536, "--prefill: expected 1 to 65536 tokens, got {}", prompt.tokens);
+  require(prompt.sequences >= 1 && prompt.sequences <= 1024, "--prefill: expected 1 to 1024 sequences, got {}",
+          prompt.sequences);
+  return prompt;
+}
+
+void check_sizes(const OpsOptions& options) {
+  for (const auto& [flag, values] : {std::pair{"--batch", &options.batches}, {"--window", &options.windows}})
+    for (int value : *values) require(value >= 1 && value <= 1024, "{}: expected 1 to 1024, got {}", flag, value);
+  const int window = *std::ranges::max_element(options.windows);
+  for (int tokens : options.tokens)
+    require(tokens >= 1 && tokens <= window, "--tokens: expected 1 to {} (the window), got {}", window, tokens);
+  require(options.rounds >= 1, "--rounds: expected at least 1, got {}", options.rounds);
+}
+
+void check_cuda(const OpsOptions& options) {
+  const int tokens = *std::ranges::max_element(options.tokens);
+  for (double accepted : options.accepted) {
+    require(accepted > 0 && accepted <= tokens, "--accepted: expected more than 0, at most {} (the tokens), got {}",
+            tokens, accepted);
+    const double steps = accepted * kAcceptanceSteps;
+    require(std::abs(steps - std::round(steps)) < 1e-6, "--accepted: expected a multiple of {}, got {}",
+            1.0 / kAcceptanceSteps, accepted);
+  }
+  for (const std::string& decoder : options.decoders) {
+    require(decoder == "conventional" || decoder == "replay" || decoder == "exact",
+            "--decode: expected conventional, replay or exact, got '{}'", decoder);
+    require(decoder != "conventional" || std::ranges::count(options.tokens, 1) > 0,
+            "--decode: conventional decodes 1 token a step, got --tokens {}", fmt::join(options.tokens, ","));
+  }
+  require(options.read == "fp32" || options.read == "bf16", "--read: expected fp32 or bf16, got '{}'", options.read);
+  const std::string& type = options.type;
+  require(type == "bf16" || type == "fp16" || type == "fp32", "--type: expected bf16, fp16 or fp32, got '{}'", type);
+  require(options.out == type || options.out == "fp32", "--out: expected {} (the type) or fp32, got '{}'", type,
+          options.out);
+  require(options.csv.empty() || (type == "bf16" && options.out == "bf16"),
+          "--csv: its rows are of bf16 inputs and outputs, got {} and {}", type, options.out);
+}
+
+void check_cpu(const OpsOptions& options) {
+  const std::pair<const char*, bool> given[] = {{"--accepted", !options.accepted.empty()},
+                                                {"--decode", !options.decoders.empty()},
+                                                {"--read", !options.read.empty()},
+                                                {"--type", !options.type.empty()},
+                                                {"--out", !options.out.empty()}};
+  for (const auto& [flag, is_given] : given) require(!is_given, "{}: expected with --device cuda alone", flag);
+}
+
+// The options with what was left out, once they are checked.
+OpsOptions complete(OpsOptions options) {
   require(layers().contains(options.shape), "--shape: expected one of {}, got '{}'", fmt::join(ops_shapes(), ", "),
           options.shape);
   const std::string& op = layers().at(options.shape).op;
   require(options.op.empty() || options.op == op, "--op: expected {}, the op of {}, got '{}'", op, options.shape,
           options.op);
-  require(options.window >= 1 && options.window <= 1024, "--window: expected 1 to 1024, got {}", options.window);
-  require(options.tokens >= 1 && options.tokens <= options.window, "--tokens: expected 1 to {} (the window), got {}",
-          options.window, options.tokens);
-  require(options.rounds >= 1, "--rounds: expected at least 1, got {}", options.rounds);
-  for (int batch : options.batches) require(batch >= 1 && batch <= 1024, "--batch: expected 1 to 1024, got {}", batch);
-  for (int tokens : options.prefill_tokens)
-    require(tokens >= 1 && tokens <= 65536, "--prefill: expected 1 to 65536 tokens, got {}", tokens);
+  options.op = op;
+  check_device(options.device, options.threads);
+  check_sizes(options);
+  if (options.device == "cuda") {
+    if (options.read.empty()) options.read = "fp32";
+    if (options.type.empty()) options.type = "bf16";
+    if (options.out.empty()) options.out = options.type;
+    check_cuda(options);
+  } else {
+    check_cpu(options);
+  }
   require(options.csv.empty() || std::ofstream(options.csv, std::ios::app).good(), "--csv: cannot write '{}'",
           options.csv);
+  return options;
 }
 
 }  // namespace
@@ -184,25 +262,16 @@ std::vector<std::string> ops_shapes() {
 }
 
 void run_ops(const OpsOptions& given) {
-  check(given);
-  Device device(given.threads, /*pin=*/true);
-  OpsOptions options = given;
-  options.threads = device.threads().size();
-  std::vector<OpsResult> results;
-  const Layer& layer = layers().at(options.shape);
-  options.op = layer.op;
-  if (const auto* mamba2 = std::get_if<Mamba2Shape>(&layer.shape))
-    add_all_results<Mamba2Bench>(options, *mamba2, device, results);
-  else
-    add_all_results<DeltaBench>(options, std::get<DeltaShape>(layer.shape), device, results);
-  fmt::print("{} on {}, {} threads, {}; FMA roof {:.0f} GFLOP/s\n", options.shape, machine_name(), options.threads,
-             simd_target(), multiply_add_roof(device) * 1e-9);
-  fmt::print("{:14} {:12} {:>5} {:>6} {:>11} {:>11} {:>11} {:>9} {:>9} {:>6}\n", "op", "decode", "batch", "tokens",
-             "us median", "us min", "us p95", "MB", "roof GB/s", "share");
-  for (const OpsResult& r : results)
-    fmt::print("{:14} {:12} {:5} {:6} {:11.2f} {:11.2f} {:11.2f} {:9.2f} {:9.2f} {:5.0f}%\n", r.op, r.decode, r.batch,
-               r.tokens, r.us_median, r.us_min, r.us_p95, r.bytes * 1e-6, r.roof_gb_s, 100 * r.roof_share);
-  if (!options.csv.empty()) write_csv(options, results);
+  const OpsOptions options = complete(given);
+  std::vector<Prompt> prompts;
+  for (const std::string& text : options.prompts) prompts.push_back(parse_prompt(text));
+  bool is_first = true;
+  const auto show = [&](const OpsMachine& machine, const OpsResult& result) {
+    if (std::exchange(is_first, false)) print_heading(options, machine);
+    print_result(result);
+    if (!options.csv.empty()) append_csv(options, machine, result);
+  };
+  (options.device == "cuda" ? run_cuda_ops : run_cpu_ops)(options, layers().at(options.shape), prompts, show);
 }
 
 }  // namespace replayssm::bench

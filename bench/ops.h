@@ -1,32 +1,56 @@
 // Timed runs of the state-space ops: conventional, replay and exact side by side, through the cursor's whole cycle.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
 namespace replayssm::bench {
 
+// Every window with every number of tokens that it holds.
 struct OpsOptions {
   std::string op;  // delta, kda or mamba2; empty: that of the shape
   std::string shape = "qwen3.5-4b";
+  std::string device = "cpu";  // or cuda
   std::vector<int> batches = {1, 8, 32};
-  int window = 16;
-  int tokens = 1;                   // of a window, all accepted
-  std::vector<int> prefill_tokens;  // prompts to time as well
-  int threads = 0;                  // 0: one per core
+  std::vector<int> windows = {16};
+  std::vector<int> tokens = {1};     // of a decoding step
+  std::vector<std::string> prompts;  // prompts to time as well: TOKENS or TOKENSxSEQUENCES
+  int threads = 0;                   // 0: one per core
   int rounds = 15;
   std::string csv;  // a file to append to, or empty
+  // On a GPU alone:
+  std::vector<double> accepted;       // tokens of a step, on average; empty: all
+  std::vector<std::string> decoders;  // of conventional, replay, exact; empty: all
+  std::string read;                   // bf16: replay reads the upper halves of the state's words; empty: fp32
+  std::string type;                   // of inputs and records: bf16, fp16 or fp32; empty: bf16
+  std::string out;                    // of outputs: type or fp32; empty: type
 };
 
-// One line of the CSV: medians over rounds; a round's time is the mean over one whole cycle of the cursor.
+struct Prompt {
+  int tokens = 0;
+  int sequences = 1;
+};
+
+// One line of the CSV: medians over rounds; a round's time is the mean over whole cycles of the cursor.
 struct OpsResult {
   std::string op, decode;
-  int batch, tokens;
-  double us_median, us_min, us_p95;
-  double bytes;      // moved between memory and the op by one call, by count
-  double roof_gb_s;  // of the same round: in-place update (conventional) or read (replay, exact)
-  double roof_share;
+  int batch = 0, window = 0, tokens = 0;
+  double accepted = 0;        // of `tokens`, on average
+  std::string read = "fp32";  // the part of the state's words that a step without a flush reads
+  double us_median = 0, us_min = 0, us_p95 = 0;
+  double bytes = 0;      // moved between memory and the op by one call, by count
+  double roof_gb_s = 0;  // of the same run: in-place update (conventional) or read (replay, exact)
+  double roof_share = 0;
 };
+
+// Where results were measured, and what is to be said of it.
+struct OpsMachine {
+  std::string name, device, note;
+};
+
+// Called for each result when it is there.
+using ShowResult = std::function<void(const OpsMachine&, const OpsResult&)>;
 
 // Names that OpsOptions::shape may have.
 std::vector<std::string> ops_shapes();

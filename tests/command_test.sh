@@ -44,7 +44,7 @@ broken_model() {  # NAME FILE SED-EXPRESSION
 
 # Flags.
 "$program" --version | grep -qE '^replayssm [0-9]+\.[0-9]+\.[0-9]+$' || fault "--version"
-for command in "" demo generate info eval "eval ppl" bench "bench ops"; do
+for command in "" demo generate info eval "eval ppl" bench "bench ops" "bench roof"; do
   # shellcheck disable=SC2086
   "$program" $command --help >"$files/out" || fault "$command --help"
   grep -q -- --help "$files/out" || fault "$command --help is not help"
@@ -74,6 +74,28 @@ expect_error "batch.*got 0" eval ppl "$model" --text "$0" --batch 0
 expect_error "window.*got 1" eval ppl "$model" --text "$0" --context 1
 expect_error "op: expected mamba2.*'delta'" bench ops --shape nemotron-3-super --op delta
 expect_error "shape: expected one of.*kimi-k3.*'mystery'" bench ops --shape mystery
+expect_error "window: expected 1 to 1024, got 0" bench ops --window 4,0
+expect_error "tokens: expected 1 to 8 .the window., got 9" bench ops --window 4,8 --tokens 1,9
+expect_error "prefill: expected TOKENS or TOKENSxSEQUENCES, got '64y2'" bench ops --prefill 64y2
+expect_error "prefill: expected 1 to 1024 sequences, got 0" bench ops --prefill 64x0
+for command in ops roof; do
+  expect_error "device: expected cpu or cuda, got 'gpu'" bench $command --device gpu
+  expect_error "threads: expected with --device cpu alone, got 2" bench $command --device cuda --threads 2
+  [ -e /dev/nvidiactl ] || expect_error "cuda: (this build has no CUDA|no GPU was found|the GPU's driver)" bench $command --device cuda
+done
+for flag in "accepted 1" "decode replay" "read bf16" "type bf16" "out fp32"; do
+  # shellcheck disable=SC2086
+  expect_error "${flag% *}: expected with --device cuda alone" bench ops --$flag
+done
+on_gpu=(bench ops --device cuda)
+expect_error "accepted: expected more than 0, at most 4 .the tokens., got 5" "${on_gpu[@]}" --tokens 4 --accepted 2.8,5
+expect_error "accepted: expected a multiple of 0.05, got 2.81" "${on_gpu[@]}" --tokens 4 --accepted 2.81
+expect_error "decode: expected conventional, replay or exact, got 'fast'" "${on_gpu[@]}" --decode exact,fast
+expect_error "decode: conventional decodes 1 token a step, got --tokens 2,4" "${on_gpu[@]}" --tokens 2,4 --decode conventional
+expect_error "read: expected fp32 or bf16, got 'fp8'" "${on_gpu[@]}" --read fp8
+expect_error "type: expected bf16, fp16 or fp32, got 'int8'" "${on_gpu[@]}" --type int8
+expect_error "out: expected bf16 .the type. or fp32, got 'fp16'" "${on_gpu[@]}" --out fp16
+expect_error "csv: its rows are of bf16 inputs and outputs, got fp16 and fp32" "${on_gpu[@]}" --type fp16 --out fp32 --csv "$files/csv"
 expect_error "longest step.*4.*5" info "$model" --window 4 --step-tokens 5
 
 # Prompts.

@@ -24,7 +24,9 @@ int cuda_device_count() {
 }
 
 CudaDevice::CudaDevice(int index) : index_(index) {
-  int count = 0;
+  int driver = 0, count = 0;
+  cudaDriverGetVersion(&driver);
+  require(driver > 0, "cuda: no GPU was found (this machine has no driver for one)");
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) cudaGetLastError();
   require(status != cudaErrorInsufficientDriver,
@@ -173,6 +175,30 @@ void CudaGraph::abandon() noexcept {
 
 void CudaGraph::launch() {
   check_cuda(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph_), stream_of(device_.stream())), "cuda graph: launch");
+}
+
+CudaTimer::~CudaTimer() {
+  for (void* mark : marks_) cudaEventDestroy(static_cast<cudaEvent_t>(mark));
+}
+
+void CudaTimer::mark() {
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreate(&event), "cuda timer: create an event");
+  marks_.push_back(event);
+  check_cuda(cudaEventRecord(event, stream_of(device_.stream())), "cuda timer: record an event");
+}
+
+std::vector<double> CudaTimer::intervals_us() {
+  device_.synchronize();
+  std::vector<double> intervals;
+  for (size_t i = 1; i < marks_.size(); ++i) {
+    float milliseconds = 0;
+    check_cuda(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(marks_[i - 1]),
+                                    static_cast<cudaEvent_t>(marks_[i])),
+               "cuda timer: read the time");
+    intervals.push_back(1e3 * milliseconds);
+  }
+  return intervals;
 }
 
 }  // namespace replayssm

@@ -151,4 +151,22 @@ class CudaGraph {
   void* graph_ = nullptr;
 };
 
+// Marks among the work of a device's stream, and the times between them as the GPU sees them.
+class CudaTimer {
+ public:
+  explicit CudaTimer(CudaDevice& device) : device_(device) {}
+  ~CudaTimer();
+  CudaTimer(const CudaTimer&) = delete;
+  CudaTimer& operator=(const CudaTimer&) = delete;
+
+  void mark();
+
+  // Microseconds from each mark to the next. Waits for the stream and throws as CudaDevice::synchronize does.
+  std::vector<double> intervals_us();
+
+ private:
+  CudaDevice& device_;
+  std::vector<void*> marks_;  // of cudaEvent_t
+};
+
 }  // namespace replayssm

@@ -1,0 +1,255 @@
+#include "bench/cuda_ops.h"
+
+#include "replayssm/core/error.h"
+
+#ifdef REPLAYSSM_HAS_CUDA
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <variant>
+
+#include "bench/cuda_delta.h"
+#include "bench/cuda_mamba2.h"
+#include "bench/cuda_memory.h"
+#include "bench/cuda_roof.h"
+#include "bench/cuda_rows.h"
+#include "bench/cursor_cycle.h"
+#include "bench/machine.h"
+#include "replayssm/core/cuda_device.h"
+
+namespace replayssm::bench {
+namespace {
+
+constexpr int kWarmUps = 3;
+// States in rotation are read in this many bytes at least, and four times the L2 cache, before one is read again.
+constexpr double kRotationBytes = 400e6;
+// A graph moves this much at least, so that its launch is a small part of its time.
+constexpr double kGraphBytes = 2e9;
+
+// One line of the table.
+struct Case {
+  std::string decode;
+  int batch, window, tokens;
+  double accepted;
+};
+
+std::vector<Case> cases_of(const OpsOptions& options) {
+  const auto has = [&](const char* decode) {
+    return options.decoders.empty() || std::ranges::count(options.decoders, decode) > 0;
+  };
+  std::vector<Case> cases;
+  for (const int batch : options.batches) {
+    if (has("conventional") && std::ranges::count(options.tokens, 1) > 0)
+      cases.push_back({"conventional", batch, options.windows.front(), 1, 1});
+    for (const int window : options.windows)
+      for (const int tokens : options.tokens)
+        for (const double accepted : options.accepted.empty() ? std::vector<double>{1.0 * tokens} : options.accepted)
+          for (const char* decode : {"replay", "exact"})
+            if (has(decode) && tokens <= window && accepted <= tokens)
+              cases.push_back({decode, batch, window, tokens, accepted});
+  }
+  return cases;
+}
+
+// What one call of the case moves, on average over the cycle.
+double call_bytes(const Case& timed, const CudaLayerBytes& bytes, std::span<const CursorPhase> cycle,
+                  bool is_half_read) {
+  if (timed.decode == "conventional") return timed.batch * (2 * bytes.checkpoint + bytes.token);
+  double sum = 0;
+  for (const CursorPhase& cursor : cycle) {
+    const bool is_flush = cursor.history + timed.tokens > timed.window;
+    sum += (is_flush ? 2.0 : is_half_read ? 0.5 : 1.0) * bytes.checkpoint + cursor.history * bytes.record;
+  }
+  return timed.batch * (sum / static_cast<double>(cycle.size()) + timed.tokens * (bytes.record + bytes.token));
+}
+
+// The cases of one layer, whose type is one of CudaDelta and CudaMamba2.
+template <typename Layer>
+class LayerTiming {
+ public:
+  LayerTiming(const OpsOptions& options, const typename Layer::Shape& shape, CudaDevice& device, const CudaRoofs& roofs)
+      : options_(options), shape_(shape), device_(device), roofs_(roofs) {
+    form_ = options.read == "bf16" ? CheckpointForm::kPlanes : CheckpointForm::kWords;
+  }
+
+  template <typename Show>
+  void run(const std::vector<Prompt>& prompts, const Show& show) {
+    const std::vector<Case> cases = cases_of(options_);
+    CudaArena sizes(device_);
+    size_t most_bytes = 0;
+    const auto add_size = [&](const CudaLayerSize& size) {
+      sizes.start_over();
+      Layer(shape_, size, sizes);
+      most_bytes = std::max(most_bytes, sizes.used_bytes());
+    };
+    for (const Case& timed : cases) add_size(size_of(timed));
+    for (const Prompt& prompt : prompts) add_size(size_of(prompt));
+    CudaArena memory(most_bytes, device_);
+    for (const Case& timed : cases) show(decode(timed, memory));
+    for (const Prompt& prompt : prompts) show(prefill(prompt, memory));
+  }
+
+ private:
+  bool is_half_read(const Case& timed) const { return form_ == CheckpointForm::kPlanes && timed.decode == "replay"; }
+
+  int sets_of(const Case& timed) const {
+    const double read = timed.batch * Layer::bytes(shape_).checkpoint * (is_half_read(timed) ? 0.5 : 1.0);
+    const double rotation = std::max(kRotationBytes, 4.0 * static_cast<double>(device_.properties().l2_bytes));
+    return std::max(2, static_cast<int>(std::ceil(rotation / read)));
+  }
+
+  CudaLayerSize size_of(const Case& timed) const {
+    return {int64_t{sets_of(timed)} * timed.batch, timed.window, timed.tokens, int64_t{timed.batch} * timed.tokens,
+            form_};
+  }
+  CudaLayerSize size_of(const Prompt& prompt) const {
+    return {prompt.sequences, 1, 1, int64_t{prompt.sequences} * prompt.tokens, form_};
+  }
+
+  OpsResult decode(const Case& timed, CudaArena& memory) {
+    const bool is_conventional = timed.decode == "conventional";
+    const std::vector<CursorPhase> cycle =
+        is_conventional ? std::vector<CursorPhase>{{0, 0}}
+                        : cursor_cycle(timed.window, timed.tokens, acceptance_pattern(timed.tokens, timed.accepted));
+    const CudaRows rows(timed.batch, sets_of(timed), cycle, device_);
+    memory.start_over();
+    Layer layer(shape_, size_of(timed), memory);
+    const Readout readout = timed.decode == "exact" ? Readout::kExact : Readout::kDirect;
+    const auto call = [&](int index) {
+      if (is_conventional)
+        layer.step(rows.at(index), device_);
+      else
+        layer.decode(rows.at(index), timed.tokens, readout, device_);
+    };
+    OpsResult result{options_.op, timed.decode, timed.batch, timed.window, timed.tokens, timed.accepted};
+    if (form_ == CheckpointForm::kPlanes) result.read = is_half_read(timed) ? "bf16" : "fp32-planes";
+    result.bytes = call_bytes(timed, Layer::bytes(shape_), cycle, is_half_read(timed));
+    const int enough = std::max(rows.sets(), static_cast<int>(kGraphBytes / result.bytes));
+    const int calls = (enough + rows.phases() - 1) / rows.phases() * rows.phases();
+    time(layer, calls, call, result);
+    set_roof(is_conventional ? roofs_.update : roofs_.read, result);
+    return result;
+  }
+
+  OpsResult prefill(const Prompt& prompt, CudaArena& memory) {
+    const std::vector<CursorPhase> cycle = {{0, 0}};
+    const CudaRows rows(prompt.sequences, 1, cycle, device_);
+    memory.start_over();
+    Layer layer(shape_, size_of(prompt), memory);
+    std::vector<int32_t> begin;
+    for (int row = 0; row <= prompt.sequences; ++row) begin.push_back(row * prompt.tokens);
+    const DeviceBuffer<int32_t> token_begin(std::span<const int32_t>(begin), device_);
+    const auto call = [&](int index) { layer.prefill(rows.at(index), token_begin.data(), device_); };
+    OpsResult result{options_.op + "_prefill", "conventional", prompt.sequences,
+                     options_.windows.front(), prompt.tokens,  1.0 * prompt.tokens};
+    const CudaLayerBytes bytes = Layer::bytes(shape_);
+    result.bytes = prompt.sequences * (2 * bytes.checkpoint + prompt.tokens * bytes.token);
+    time(layer, 2, call, result);
+    set_roof(roofs_.update, result);
+    return result;
+  }
+
+  // Fills in the times of a graph of so many calls, whole cycles of the cursors.
+  template <typename Call>
+  void time(Layer& layer, int calls, const Call& call, OpsResult& result) {
+    check_outputs(layer, calls, call, result);
+    CudaGraph graph(device_, [&] {
+      for (int i = 0; i < calls; ++i) call(i);
+    });
+    CudaTimer timer(device_);
+    for (int i = 0; i < kWarmUps; ++i) graph.launch();
+    timer.mark();
+    for (int round = 0; round < options_.rounds; ++round) {
+      graph.launch();
+      timer.mark();
+    }
+    std::vector<double> us = timer.intervals_us();
+    for (double& interval : us) interval /= calls;
+    std::ranges::sort(us);
+    result.us_median = us[us.size() / 2];
+    result.us_min = us.front();
+    result.us_p95 = us[us.size() * 95 / 100];
+    check_outputs(layer, calls, call, result);
+  }
+
+  // Runs the calls one by one, each on poisoned outputs. Throws Error if one of them leaves a value that is not finite,
+  // or mostly zeros.
+  template <typename Call>
+  void check_outputs(Layer& layer, int calls, const Call& call, const OpsResult& result) {
+    using Out = typename Layer::Output;
+    const DeviceBuffer<OutputCounts> counts(1, device_);
+    device_.fill_words(counts.data(), 0, sizeof(OutputCounts) / sizeof(uint32_t));
+    for (int i = 0; i < calls; ++i) {
+      device_.fill_words(layer.out(), kPoison<Out>, layer.out_count() * sizeof(Out) / sizeof(uint32_t));
+      call(i);
+      count_outputs(layer.out(), layer.out_count(), counts.data(), device_);
+    }
+    device_.synchronize();
+    const OutputCounts found = counts.download(device_)[0];
+    const uint64_t total = uint64_t{layer.out_count()} * calls;
+    require(found.not_finite == 0 && found.zero < total / 2,
+            "bench ops: {} {} {}, batch {}, window {}, {} tokens: of {} outputs {} are not finite, {} are zero",
+            options_.shape, result.op, result.decode, result.batch, result.window, result.tokens, total,
+            found.not_finite, found.zero);
+  }
+
+  static void set_roof(double bytes_per_second, OpsResult& result) {
+    result.roof_gb_s = bytes_per_second * 1e-9;
+    result.roof_share = result.bytes / (result.us_median * 1e-6) / bytes_per_second;
+  }
+
+  const OpsOptions& options_;
+  typename Layer::Shape shape_;
+  CudaDevice& device_;
+  CudaRoofs roofs_;
+  CheckpointForm form_;
+};
+
+template <template <typename, typename> class Layer, typename Shape>
+void run_typed(const OpsOptions& options, const Shape& shape, const std::vector<Prompt>& prompts,
+               const ShowResult& show) {
+  CudaDevice device;
+  const CudaRoofs roofs = measure_roofs(device);
+  OpsMachine machine{device.properties().name, cuda_device_label(device), ""};
+  machine.note = fmt::format("{}, {} with {} outputs; roofs: read {:.0f} GB/s, update in place {:.0f} GB/s",
+                             machine.device, options.type, options.out, roofs.read * 1e-9, roofs.update * 1e-9);
+  const auto run = [&]<typename T, typename Out>(T, Out) {
+    LayerTiming<Layer<T, Out>>(options, shape, device, roofs).run(prompts, [&](const OpsResult& result) {
+      show(machine, result);
+    });
+  };
+  const bool is_fp32_out = options.out == "fp32";
+  if (options.type == "fp32")
+    run(float{}, float{});
+  else if (options.type == "fp16")
+    is_fp32_out ? run(Fp16{}, float{}) : run(Fp16{}, Fp16{});
+  else
+    is_fp32_out ? run(Bf16{}, float{}) : run(Bf16{}, Bf16{});
+}
+
+}  // namespace
+
+void run_cuda_ops(const OpsOptions& options, const Layer& layer, const std::vector<Prompt>& prompts,
+                  const ShowResult& show) {
+  if (const auto* mamba2 = std::get_if<Mamba2Shape>(&layer.shape))
+    run_typed<CudaMamba2>(options, *mamba2, prompts, show);
+  else
+    run_typed<CudaDelta>(options, std::get<DeltaShape>(layer.shape), prompts, show);
+}
+
+}  // namespace replayssm::bench
+
+#else
+
+namespace replayssm::bench {
+
+void run_cuda_ops(const OpsOptions&, const Layer&, const std::vector<Prompt>&, const ShowResult&) {
+  fail("--device cuda: this build has no CUDA");
+}
+
+}  // namespace replayssm::bench
+
+#endif
