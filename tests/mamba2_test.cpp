@@ -6,73 +6,19 @@
 
 #include "replayssm/core/error.h"
 #include "tests/bad_input.h"
-#include "tests/mamba2_rig.h"
-#include "tests/recurrence_laws.h"
+#include "tests/mamba2_laws.h"
 
 namespace replayssm::test {
 namespace {
 
 INSTANTIATE_TYPED_TEST_SUITE_P(Mamba2, RecurrenceLaws, Mamba2Family<>);
 
-// With and without D and z: each way to compute the outputs against the oracle, the exact readout with the step's bits.
 TEST(Mamba2, SkipAndGateMatchOracle) {
-  Device device(2);
-  const Mamba2Shape shape = {6, 2, 24, 32};
-  for (const bool use_d : {false, true})
-    for (const bool use_z : {false, true}) {
-      SCOPED_TRACE(testing::Message() << "d " << use_d << " z " << use_z);
-      std::mt19937_64 random(21);
-      Mamba2Rig rig(shape, 4, 4, 2, device, {.use_d = use_d});
-      const Mamba2Inputs inputs(shape, 70, random, -0.3f, 0.0f, use_z, use_d);
-      ref::Mamba2Sequence oracle = Mamba2Family<>::oracle(shape);
-      const std::vector<double> expected = oracle_outputs(inputs, oracle, 0, 70);
-      std::vector<float> outs[3], exact;
-      for (int t = 0; t < 70; t += 2) {
-        for (int i : {0, 1}) {
-          const std::vector<float> out = rig.step({0}, inputs.tokens(t + i));
-          outs[0].insert(outs[0].end(), out.begin(), out.end());
-        }
-        const std::vector<float> out = rig.decode({1}, 2, inputs.tokens(t), Readout::kDirect);
-        outs[1].insert(outs[1].end(), out.begin(), out.end());
-        const std::vector<float> exact_out = rig.decode({2}, 2, inputs.tokens(t), Readout::kExact);
-        exact.insert(exact.end(), exact_out.begin(), exact_out.end());
-        for (int slot : {1, 2}) rig.commit(slot, 2);
-      }
-      outs[2] = rig.prefill({3}, {0, 70}, inputs.tokens());
-      for (const std::vector<float>& out : outs) EXPECT_LE(relative_error(out, expected), kFloat32Bound);
-      EXPECT_TRUE(same_bits(exact, outs[0]));
-    }
+  skip_and_gate_match_oracle<Mamba2Family<>>();
 }
 
-// Inputs that lie in rows of one projection, and a checkpoint that a row reads but does not write.
 TEST(Mamba2, StridesAndSeparateCheckpoints) {
-  Device device(2);
-  const Mamba2Shape shape = {4, 2, 16, 32};
-  constexpr int kTokens = 9;
-  std::mt19937_64 random(22);
-  const Mamba2Inputs inputs(shape, kTokens, random, -0.5f, 0.0f, /*use_z=*/true);
-  constexpr int kInner = 64, kKeys = 64, kRow = 2 * kInner + 2 * kKeys + 5;
-  std::vector<float> row = poisoned(kTokens * kRow);
-  for (int t = 0; t < kTokens; ++t) {
-    std::copy_n(&inputs.z[t * kInner], kInner, &row[t * kRow]);
-    std::copy_n(&inputs.x[t * kInner], kInner, &row[t * kRow + kInner]);
-    std::copy_n(&inputs.b[t * kKeys], kKeys, &row[t * kRow + 2 * kInner]);
-    std::copy_n(&inputs.c[t * kKeys], kKeys, &row[t * kRow + 2 * kInner + kKeys]);
-  }
-  const Mamba2Tokens strided = {
-      &row[kInner], &row[2 * kInner], &row[2 * kInner + kKeys], inputs.dt.data(), row.data(), kRow, kRow, kRow, kRow};
-  Mamba2Rig dense(shape, 2, 4, 1, device), rig(shape, 2, 4, 1, device);
-  EXPECT_TRUE(same_bits(dense.prefill({0}, {0, kTokens}, inputs.tokens()), rig.prefill({0}, {0, kTokens}, strided)));
-  EXPECT_TRUE(same_bits(dense.slot_state(0), rig.slot_state(0)));
-  const std::vector<float> source(rig.slot_state(0).begin(), rig.slot_state(0).end());
-  const int32_t slot = 0, history = 0, checkpoint_out = 1;
-  const int64_t base = kTokens;
-  std::vector<float> out = poisoned(rig.out_size());
-  mamba2_step({rig.state(), {1, &slot, &base, &history, &slot, &checkpoint_out}, rig.heads(), strided, out.data()},
-              device, rig.memory.workspace());
-  EXPECT_TRUE(same_bits(rig.slot_state(0), source));
-  EXPECT_TRUE(same_bits(dense.step({0}, inputs.tokens()), out));
-  EXPECT_TRUE(same_bits(dense.slot_state(0), rig.slot_state(1)));
+  strides_and_separate_checkpoints<Mamba2Family<>>();
 }
 
 // Law 8: the byte and element offsets of the last slots pass 2^31; the pool is a mapping of which a few pages exist.
