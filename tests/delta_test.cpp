@@ -11,80 +11,22 @@
 namespace replayssm::test {
 namespace {
 
-template <bool kIsPerChannel>
-struct DeltaFamily {
-  using Shape = DeltaShape;
-  using Inputs = DeltaInputs;
-  using Rig = DeltaRig;
-  using Oracle = ref::DeltaSequence;
-  static constexpr int kValueUnit = 4;
-
-  // Head ratios 1 to 4 and a large one; 1, 2 and 8 key heads; sizes that are no powers of two; the models' own.
-  static std::vector<NamedShape<DeltaShape>> shapes() {
-    return {{"small", shape(4, 2, 32, 16)},
-            {"ratio 1", shape(2, 2, 64, 64)},
-            {"ratio 1, key heads 8", shape(8, 8, 16, 16)},
-            {"ratio 2, key heads 8", shape(16, 8, 64, 8)},
-            {"ratio 3, value 80", shape(6, 2, 128, 80)},
-            {"ratio 4, key 256", shape(4, 1, 256, 12)},
-            {"least", shape(3, 3, 16, 4)},
-            {"key 48, value 20", shape(2, 1, 48, 20)},
-            {"19 heads of one key head", shape(19, 1, 16, 8)},
-            kIsPerChannel ? NamedShape<DeltaShape>{"kimi-linear-48b part", shape(2, 2, 128, 128)}
-                          : NamedShape<DeltaShape>{"qwen3.5-4b part", shape(4, 2, 128, 128)}};
-  }
-  static DeltaShape shape(int heads, int groups, int key_size, int value_size) {
-    return {heads, groups, key_size, value_size, kIsPerChannel ? key_size : 1};
-  }
-  static ref::DeltaSequence oracle(const DeltaShape& shape) {
-    return {shape.heads, shape.key_heads, shape.key_size, shape.value_size, shape.gate_size};
-  }
-  static std::vector<Corruption<DeltaRig>> corruptions() {
-    std::vector<Corruption<DeltaRig>> kinds = {
-        {"checkpoint", [](DeltaRig& rig) { rig.checkpoint[5] += 1.0f; }},
-        {"ring k", [](DeltaRig& rig) { rig.ring_k[position(rig) * 32] += 2.0f; }},
-        {"ring k scale", [](DeltaRig& rig) { rig.ring_k_scale[position(rig)] *= 1.5f; }},
-        {"ring v", [](DeltaRig& rig) { rig.ring_v[position(rig) * 8] += 2.0f; }},
-        {"ring decay", [](DeltaRig& rig) { rig.ring_decay[position(rig) * rig.state.shape.gate_size] -= 0.5f; }},
-        {"ring beta", [](DeltaRig& rig) { rig.ring_beta[position(rig)] *= 0.5f; }}};
-    // With a gate a channel there are no products to keep.
-    if (!kIsPerChannel)
-      kinds.push_back({"ring gram", [](DeltaRig& rig) {
-                         const int64_t row = (rig.cursors[0].base + 2) % rig.capacity;
-                         rig.ring_gram[row * rig.capacity + position(rig)] += 0.5f;
-                       }});
-    return kinds;
-  }
-
- private:
-  // The ring position of a record that is in view.
-  static int64_t position(const DeltaRig& rig) { return (rig.cursors[0].base + 1) % rig.capacity; }
-};
-
-using GdnFamily = DeltaFamily<false>;
-using KdaFamily = DeltaFamily<true>;
-INSTANTIATE_TYPED_TEST_SUITE_P(Gdn, RecurrenceLaws, GdnFamily);
-INSTANTIATE_TYPED_TEST_SUITE_P(Kda, RecurrenceLaws, KdaFamily);
+INSTANTIATE_TYPED_TEST_SUITE_P(Gdn, RecurrenceLaws, DeltaFamily<false>);
+INSTANTIATE_TYPED_TEST_SUITE_P(Kda, RecurrenceLaws, DeltaFamily<true>);
 
 // Law 8: a slot whose offsets, in elements, pass 2^31 in every large array. The memory is mapped and never filled.
 void offsets_past_2_to_31(const DeltaShape& shape) {
   Device device(2);
   constexpr int kWindow = 1000, kSlot = 4200;
   DeltaRig rig(shape, 1, kWindow, 1, device);
-  DeltaState far = rig.state;
+  DeltaState far = rig.state();
   far.slots = far.checkpoints = kSlot + 1;
   std::vector<std::unique_ptr<SparseFloats>> arrays;
-  const auto map = [&](const std::vector<float>& one_slot) {
+  rig.visit(far, [&](const HostArray<float>& one_slot, float*& pointer) {
+    if (one_slot.size() == 0) return;
     arrays.push_back(std::make_unique<SparseFloats>(one_slot.size() * (kSlot + 1)));
-    return arrays.back()->data();
-  };
-  far.checkpoint = map(rig.checkpoint);
-  far.ring_k = map(rig.ring_k);
-  far.ring_k_scale = map(rig.ring_k_scale);
-  if (!rig.ring_gram.empty()) far.ring_gram = map(rig.ring_gram);
-  far.ring_v = map(rig.ring_v);
-  far.ring_decay = map(rig.ring_decay);
-  far.ring_beta = map(rig.ring_beta);
+    pointer = arrays.back()->data();
+  });
   std::mt19937_64 random(19);
   const DeltaInputs inputs(shape, 4, random);
   const int32_t slot = kSlot;
@@ -94,9 +36,9 @@ void offsets_past_2_to_31(const DeltaShape& shape) {
     std::vector<float> out = poisoned(rig.out_size());
     const StateRows rows = {1, &slot, &base, &history, &slot, &slot};
     if (t == 3)
-      delta_step({far, rows, inputs.tokens(t), out.data()}, device, rig.workspace());
+      delta_step({far, rows, inputs.tokens(t), out.data()}, device, rig.memory.workspace());
     else
-      delta_decode({far, rows, 1, inputs.tokens(t), Readout::kDirect, out.data()}, device, rig.workspace());
+      delta_decode({far, rows, 1, inputs.tokens(t), Readout::kDirect, out.data()}, device, rig.memory.workspace());
     EXPECT_TRUE(same_bits(
         out, t == 3 ? rig.step({0}, inputs.tokens(t)) : rig.decode({0}, 1, inputs.tokens(t), Readout::kDirect)));
     rig.commit(0, 1);
@@ -164,8 +106,8 @@ TEST(Delta, RefusesWhatTheContractForbids) {
   const DeltaInputs inputs(shape, 8, random);
   std::vector<float> out(8 * 16);
   const auto decode = [&](int T, std::vector<int> slots = {0}) {
-    delta_decode({rig.state, rig.rows(slots), T, inputs.tokens(), Readout::kExact, out.data()}, device,
-                 rig.workspace());
+    delta_decode({rig.state(), rig.rows(slots), T, inputs.tokens(), Readout::kExact, out.data()}, device,
+                 rig.memory.workspace());
   };
   EXPECT_THROW(decode(0), Error);
   EXPECT_THROW(decode(3), Error);  // more than the ring has room for
@@ -192,8 +134,8 @@ TEST(Delta, RefusesWhatTheContractForbids) {
   EXPECT_THROW(gates(5.0f, 2), Error);
   EXPECT_THROW(gates(std::numeric_limits<float>::quiet_NaN(), 2), Error);
   EXPECT_THROW(gates(0.0f, 1), Error);
-  DeltaStep small = {rig.state, rig.rows({1}), inputs.tokens(), out.data()};
-  EXPECT_THROW(delta_step(small, device, rig.workspace().first(64)), Error);
+  DeltaStep small = {rig.state(), rig.rows({1}), inputs.tokens(), out.data()};
+  EXPECT_THROW(delta_step(small, device, rig.memory.workspace().first(64)), Error);
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
-// A layer of Mamba-2 state for tests: poisoned memory, a cursor a slot, and the four ops called on chosen rows.
+// Mamba-2 for tests: random inputs, a layer's state in some memory, and the family that the laws run on.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "replayssm/core/buffer.h"
 #include "replayssm/ops/mamba2.h"
 #include "tests/arrays.h"
+#include "tests/recurrent_rig.h"
 #include "tests/ref/mamba2.h"
 
 namespace replayssm::test {
@@ -63,6 +63,9 @@ struct Mamba2Inputs {
     std::fill_n(&dt[token * shape.heads], shape.heads, value);
   }
 
+  // What a layer keeps in the type of its activations.
+  std::vector<std::vector<float>*> elements() { return {&x, &b, &c, &z}; }
+
   Mamba2Tokens tokens(int64_t first = 0) const {
     const int64_t inner = int64_t(shape.heads) * shape.head_size, keys = int64_t(shape.groups) * shape.state_size;
     return {&x[first * inner],
@@ -86,123 +89,156 @@ struct Mamba2Inputs {
   std::vector<float> x, b, c, dt, z;
 };
 
-class Mamba2Rig {
+// One layer's state and the ops on it, for RecurrentRig.
+template <typename M>
+class Mamba2LayerState {
  public:
-  struct Cursor {
-    int64_t base = 0;
-    int history = 0;
+  using Memory = M;
+  using Element = typename M::Element;
+  using Out = typename M::Out;
+  using Shape = Mamba2Shape;
+  using Tokens = Mamba2Tokens;
+  struct StagedTokens : BasicMamba2Tokens<Element> {
+    Mamba2Heads heads;
   };
+  template <typename T>
+  using Array = typename M::template Array<T>;
+  static constexpr const char* kName = "mamba2";
 
-  Mamba2Rig(const Mamba2Shape& shape, int slots, int window, int max_tokens, Device& device, bool use_d = true)
-      : device_(device),
-        layer_(shape, use_d),
-        capacity(window + max_tokens),
-        cursors(slots),
-        checkpoint(poisoned(size_t(slots) * shape.heads * shape.head_size * shape.state_size)),
-        ring_x(poisoned(size_t(slots) * shape.heads * capacity * shape.head_size)),
-        ring_b(poisoned(size_t(slots) * shape.groups * capacity * shape.state_size)),
-        ring_dt(poisoned(size_t(slots) * shape.heads * capacity)),
-        ring_decay(ring_dt) {
-    state.shape = shape;
-    state.slots = state.checkpoints = slots;
-    state.window = window;
-    state.capacity = capacity;
-    state.checkpoint = checkpoint.data();
-    state.ring_x = ring_x.data();
-    state.ring_b = ring_b.data();
-    state.ring_dt = ring_dt.data();
-    state.ring_decay = ring_decay.data();
-    workspace_ = Buffer<float>(mamba2_workspace_bytes(shape, capacity, device) / sizeof(float));
-    for (int slot = 0; slot < slots; ++slot) clear(slot);
-  }
+  Mamba2LayerState(const Mamba2Shape& of, int slot_count, int window_records, int ring_capacity,
+                   typename M::Device& device, const RigOptions& options)
+      : memory(device, workspace_bytes(of, ring_capacity, device)),
+        shape(of),
+        checkpoint((options.checkpoints > 0 ? options.checkpoints : slot_count) * state_size(), memory,
+                   options.form == CheckpointForm::kPlanes ? size_t(of.head_size) * of.state_size : 0),
+        ring_x(size_t(slot_count) * of.heads * ring_capacity * of.head_size, memory),
+        ring_b(size_t(slot_count) * of.groups * ring_capacity * of.state_size, memory),
+        ring_dt(size_t(slot_count) * of.heads * ring_capacity, memory),
+        ring_decay(size_t(slot_count) * of.heads * ring_capacity, memory),
+        layer_(of, options.use_d),
+        sizes_{.shape = of,
+               .slots = slot_count,
+               .checkpoints = options.checkpoints > 0 ? options.checkpoints : slot_count,
+               .window = window_records,
+               .capacity = ring_capacity,
+               .form = options.form} {}
 
-  size_t state_size() const { return size_t(state.shape.heads) * state.shape.head_size * state.shape.state_size; }
-  size_t out_size() const { return size_t(state.shape.heads) * state.shape.head_size; }
-  std::span<float> slot_state(int slot) { return {&checkpoint[slot * state_size()], state_size()}; }
-  std::vector<float> rings() const {
-    std::vector<float> all;
-    for (const std::vector<float>* ring : {&ring_x, &ring_b, &ring_dt, &ring_decay})
-      all.insert(all.end(), ring->begin(), ring->end());
-    return all;
-  }
-  void clear(int slot) {
-    std::ranges::fill(slot_state(slot), 0.0f);
-    cursors[slot] = {};
-  }
-  bool will_flush(int slot, int tokens) const { return cursors[slot].history + tokens > state.window; }
+  size_t state_size() const { return size_t(shape.heads) * shape.head_size * shape.state_size; }
+  size_t out_size() const { return size_t(shape.heads) * shape.head_size; }
   Mamba2Heads heads() const { return layer_.heads(); }
 
-  // One conventional token a slot.
-  std::vector<float> step(const std::vector<int>& slots, const Mamba2Tokens& tokens) {
-    std::vector<float> out = poisoned(slots.size() * out_size());
-    mamba2_step({state, rows(slots), heads(), tokens, out.data()}, device_, workspace());
-    for (int slot : slots)
-      if (slot != kPaddingSlot) cursors[slot] = {cursors[slot].base + cursors[slot].history + 1, 0};
-    return out;
+  // Calls each(array, pointer of `state`) for all arrays.
+  template <typename Each>
+  void visit(BasicMamba2State<Element>& state, Each&& each) {
+    each(checkpoint, state.checkpoint);
+    each(ring_x, state.ring_x);
+    each(ring_b, state.ring_b);
+    each(ring_dt, state.ring_dt);
+    each(ring_decay, state.ring_decay);
+  }
+  // For an op, which may write all of it.
+  BasicMamba2State<Element> state() {
+    BasicMamba2State<Element> state = sizes_;
+    visit(state, [](auto& array, auto*& pointer) { pointer = array.data(); });
+    return state;
+  }
+  std::vector<std::span<const float>> ring_values() const { return {ring_x, ring_b, ring_dt, ring_decay}; }
+
+  // `count` tokens and the layer's weights where an op reads them.
+  StagedTokens staged(const Mamba2Tokens& from, int64_t count) {
+    const size_t inner = out_size(), keys = size_t(shape.groups) * shape.state_size;
+    StagedTokens to;
+    to.x_stride = from.x_stride;
+    to.b_stride = from.b_stride;
+    to.c_stride = from.c_stride;
+    to.z_stride = from.z_stride;
+    to.x = memory.tokens(from.x, inner, count, to.x_stride);
+    to.b = memory.tokens(from.b, keys, count, to.b_stride);
+    to.c = memory.tokens(from.c, keys, count, to.c_stride);
+    to.dt = memory.array(from.dt, count * shape.heads);
+    if (from.z != nullptr) to.z = memory.tokens(from.z, inner, count, to.z_stride);
+    to.heads.a_log = memory.array(heads().a_log, shape.heads);
+    if (heads().d != nullptr) to.heads.d = memory.array(heads().d, shape.heads);
+    return to;
   }
 
-  // A window a slot, not yet committed; a flush has moved the cursor to the folded state.
-  std::vector<float> decode(const std::vector<int>& slots, int tokens_per_row, const Mamba2Tokens& tokens,
-                            Readout readout) {
-    std::vector<float> out = poisoned(slots.size() * tokens_per_row * out_size());
-    mamba2_decode({state, rows(slots), heads(), tokens_per_row, tokens, readout, out.data()}, device_, workspace());
-    for (int slot : slots)
-      if (slot != kPaddingSlot && will_flush(slot, tokens_per_row))
-        cursors[slot] = {cursors[slot].base + cursors[slot].history, 0};
-    return out;
+  void run_step(const BasicMamba2State<Element>& state, const StateRows& rows, const StagedTokens& tokens, Out* out) {
+    mamba2_step(BasicMamba2Step<Element, Out>{state, rows, tokens.heads, tokens, out}, memory.ready(),
+                memory.workspace());
   }
-  void commit(int slot, int accepted) { cursors[slot].history += accepted; }
-
-  std::vector<float> prefill(const std::vector<int>& slots, const std::vector<int32_t>& begin,
-                             const Mamba2Tokens& tokens) {
-    std::vector<float> out = poisoned(begin.back() * out_size());
-    mamba2_prefill({state, rows(slots), heads(), begin.data(), tokens, out.data()}, device_, workspace());
-    for (size_t b = 0; b < slots.size(); ++b)
-      if (slots[b] != kPaddingSlot)
-        cursors[slots[b]] = {cursors[slots[b]].base + cursors[slots[b]].history + begin[b + 1] - begin[b], 0};
-    return out;
+  void run_decode(const BasicMamba2State<Element>& state, const StateRows& rows, int tokens_per_row,
+                  const StagedTokens& tokens, Readout readout, Out* out) {
+    mamba2_decode(BasicMamba2Decode<Element, Out>{state, rows, tokens.heads, tokens_per_row, tokens, readout, out},
+                  memory.ready(), memory.workspace());
+  }
+  void run_prefill(const BasicMamba2State<Element>& state, const StateRows& rows, const int32_t* token_begin,
+                   const StagedTokens& tokens, Out* out) {
+    mamba2_prefill(BasicMamba2Prefill<Element, Out>{state, rows, tokens.heads, token_begin, tokens, out},
+                   memory.ready(), memory.workspace());
+  }
+  void run_materialise(const BasicMamba2State<Element>& state, const StateRows& rows) {
+    mamba2_materialise(BasicMamba2Materialise<Element>{state, rows}, memory.ready(), memory.workspace());
   }
 
-  // The state of `from` with its first `records` records folded, into the checkpoint of slot `to`.
-  void materialise(int from, int to, int records) {
-    StateRows r = rows({from});
-    history_[0] = records;
-    checkpoint_out_[0] = to;
-    mamba2_materialise({state, r}, device_, workspace());
-  }
+  M memory;
+  Mamba2Shape shape;
+  Array<float> checkpoint;
+  Array<Element> ring_x, ring_b;
+  Array<float> ring_dt, ring_decay;
 
-  // Rows for a call; the checkpoints are the slots' own. Valid until the next call.
-  StateRows rows(const std::vector<int>& slots) {
-    slot_.assign(slots.begin(), slots.end());
-    base_.clear();
-    history_.clear();
-    for (int slot : slots) {
-      // Slots that do not exist are for the op to refuse.
-      const Cursor cursor = slot >= 0 && slot < int(cursors.size()) ? cursors[slot] : Cursor();
-      base_.push_back(cursor.base);
-      history_.push_back(cursor.history);
-    }
-    checkpoint_out_ = slot_;
-    return {int(slots.size()), slot_.data(), base_.data(), history_.data(), slot_.data(), checkpoint_out_.data()};
+ private:
+  static size_t workspace_bytes(const Mamba2Shape& of, int ring_capacity, Device& device) {
+    return mamba2_workspace_bytes(of, ring_capacity, device);
   }
+  static size_t workspace_bytes(const Mamba2Shape&, int, CudaDevice&) { return 0; }
 
-  std::span<std::byte> workspace() {
-    std::ranges::fill(workspace_, kPoison);
-    return {reinterpret_cast<std::byte*>(workspace_.data()), workspace_.size() * sizeof(float)};
+  Mamba2Layer layer_;
+  BasicMamba2State<Element> sizes_;  // without the arrays
+};
+
+using Mamba2Rig = RecurrentRig<Mamba2LayerState<HostMemory>>;
+
+// For the laws.
+template <typename M = HostMemory>
+struct Mamba2Family {
+  using Memory = M;
+  using Shape = Mamba2Shape;
+  using Inputs = typename M::template RoundedInputs<Mamba2Inputs>;
+  using Rig = RecurrentRig<Mamba2LayerState<M>>;
+  using Oracle = ref::Mamba2Sequence;
+  static constexpr int kValueUnit = 8;
+
+  // Head ratios 1 to 4 and one that is cut into parts; 1, 2 and 8 groups; sizes that are no powers of two.
+  static std::vector<NamedShape<Mamba2Shape>> shapes() {
+    std::vector<NamedShape<Mamba2Shape>> all = {{"small", {4, 2, 8, 32}},
+                                                {"ratio 1, groups 8", {8, 8, 16, 16}},
+                                                {"ratio 2, groups 8", {16, 8, 8, 64}},
+                                                {"ratio 3, head 80", {6, 2, 80, 128}},
+                                                {"ratio 4, state 256", {4, 1, 8, 256}},
+                                                {"least", {3, 3, 8, 16}},
+                                                {"state 48, head 24", {2, 1, 24, 48}},
+                                                {"19 heads of one group", {19, 1, 8, 16}},
+                                                {"nemotron-3-nano part", {12, 2, 64, 128}}};
+    std::erase_if(all, [](const auto& c) { return c.shape.state_size > M::kMaxKeySize; });
+    return all;
+  }
+  static Mamba2Shape shape(int heads, int groups, int key_size, int value_size) {
+    return {heads, groups, value_size, key_size};
+  }
+  static ref::Mamba2Sequence oracle(const Mamba2Shape& shape) {
+    return {shape.heads, shape.groups, shape.head_size, shape.state_size};
+  }
+  static std::vector<Corruption<Rig>> corruptions() {
+    return {{"checkpoint", [](Rig& rig) { rig.checkpoint[5] += 2.0f; }},
+            {"ring x", [](Rig& rig) { rig.ring_x[position(rig) * 8] += 4.0f; }},
+            {"ring b", [](Rig& rig) { rig.ring_b[position(rig) * 32] += 4.0f; }},
+            {"ring decay", [](Rig& rig) { rig.ring_decay[position(rig)] *= 0.5f; }},
+            {"ring dt", [](Rig& rig) { rig.ring_dt[position(rig)] += 0.5f; }}};
   }
 
  private:
-  Device& device_;
-  Mamba2Layer layer_;
-  Buffer<float> workspace_;
-  std::vector<int32_t> slot_, history_, checkpoint_out_;
-  std::vector<int64_t> base_;
-
- public:
-  Mamba2State state;
-  int capacity;
-  std::vector<Cursor> cursors;
-  std::vector<float> checkpoint, ring_x, ring_b, ring_dt, ring_decay;
+  // The ring position of a record that is in view.
+  static int64_t position(const Rig& rig) { return (rig.cursors[0].base + 1) % rig.capacity; }
 };
 
 }  // namespace replayssm::test

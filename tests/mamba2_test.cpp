@@ -6,111 +6,19 @@
 
 #include "replayssm/core/error.h"
 #include "tests/bad_input.h"
-#include "tests/mamba2_rig.h"
-#include "tests/recurrence_laws.h"
+#include "tests/mamba2_laws.h"
 
 namespace replayssm::test {
 namespace {
 
-struct Mamba2Family {
-  using Shape = Mamba2Shape;
-  using Inputs = Mamba2Inputs;
-  using Rig = Mamba2Rig;
-  using Oracle = ref::Mamba2Sequence;
-  static constexpr int kValueUnit = 8;
+INSTANTIATE_TYPED_TEST_SUITE_P(Mamba2, RecurrenceLaws, Mamba2Family<>);
 
-  // Head ratios 1 to 4 and one that is cut into parts; 1, 2 and 8 groups; sizes that are no powers of two.
-  static std::vector<NamedShape<Mamba2Shape>> shapes() {
-    return {{"small", {4, 2, 8, 32}},
-            {"ratio 1, groups 8", {8, 8, 16, 16}},
-            {"ratio 2, groups 8", {16, 8, 8, 64}},
-            {"ratio 3, head 80", {6, 2, 80, 128}},
-            {"ratio 4, state 256", {4, 1, 8, 256}},
-            {"least", {3, 3, 8, 16}},
-            {"state 48, head 24", {2, 1, 24, 48}},
-            {"19 heads of one group", {19, 1, 8, 16}},
-            {"nemotron-3-nano part", {12, 2, 64, 128}}};
-  }
-  static Mamba2Shape shape(int heads, int groups, int key_size, int value_size) {
-    return {heads, groups, value_size, key_size};
-  }
-  static ref::Mamba2Sequence oracle(const Mamba2Shape& shape) {
-    return {shape.heads, shape.groups, shape.head_size, shape.state_size};
-  }
-  static std::vector<Corruption<Mamba2Rig>> corruptions() {
-    return {{"checkpoint", [](Mamba2Rig& rig) { rig.checkpoint[5] += 2.0f; }},
-            {"ring x", [](Mamba2Rig& rig) { rig.ring_x[position(rig) * 8] += 4.0f; }},
-            {"ring b", [](Mamba2Rig& rig) { rig.ring_b[position(rig) * 32] += 4.0f; }},
-            {"ring decay", [](Mamba2Rig& rig) { rig.ring_decay[position(rig)] *= 0.5f; }},
-            {"ring dt", [](Mamba2Rig& rig) { rig.ring_dt[position(rig)] += 0.5f; }}};
-  }
-
- private:
-  // The ring position of a record that is in view.
-  static int64_t position(const Mamba2Rig& rig) { return (rig.cursors[0].base + 1) % rig.capacity; }
-};
-
-INSTANTIATE_TYPED_TEST_SUITE_P(Mamba2, RecurrenceLaws, Mamba2Family);
-
-// With and without D and z: each way to compute the outputs against the oracle, the exact readout with the step's bits.
 TEST(Mamba2, SkipAndGateMatchOracle) {
-  Device device(2);
-  const Mamba2Shape shape = {6, 2, 24, 32};
-  for (const bool use_d : {false, true})
-    for (const bool use_z : {false, true}) {
-      SCOPED_TRACE(testing::Message() << "d " << use_d << " z " << use_z);
-      std::mt19937_64 random(21);
-      Mamba2Rig rig(shape, 4, 4, 2, device, use_d);
-      const Mamba2Inputs inputs(shape, 70, random, -0.3f, 0.0f, use_z, use_d);
-      ref::Mamba2Sequence oracle = Mamba2Family::oracle(shape);
-      const std::vector<double> expected = oracle_outputs(inputs, oracle, 70);
-      std::vector<float> outs[3], exact;
-      for (int t = 0; t < 70; t += 2) {
-        for (int i : {0, 1}) {
-          const std::vector<float> out = rig.step({0}, inputs.tokens(t + i));
-          outs[0].insert(outs[0].end(), out.begin(), out.end());
-        }
-        const std::vector<float> out = rig.decode({1}, 2, inputs.tokens(t), Readout::kDirect);
-        outs[1].insert(outs[1].end(), out.begin(), out.end());
-        const std::vector<float> exact_out = rig.decode({2}, 2, inputs.tokens(t), Readout::kExact);
-        exact.insert(exact.end(), exact_out.begin(), exact_out.end());
-        for (int slot : {1, 2}) rig.commit(slot, 2);
-      }
-      outs[2] = rig.prefill({3}, {0, 70}, inputs.tokens());
-      for (const std::vector<float>& out : outs) EXPECT_LE(relative_error(out, expected), kFloat32Bound);
-      EXPECT_TRUE(same_bits(exact, outs[0]));
-    }
+  skip_and_gate_match_oracle<Mamba2Family<>>();
 }
 
-// Inputs that lie in rows of one projection, and a checkpoint that a row reads but does not write.
 TEST(Mamba2, StridesAndSeparateCheckpoints) {
-  Device device(2);
-  const Mamba2Shape shape = {4, 2, 16, 32};
-  constexpr int kTokens = 9;
-  std::mt19937_64 random(22);
-  const Mamba2Inputs inputs(shape, kTokens, random, -0.5f, 0.0f, /*use_z=*/true);
-  constexpr int kInner = 64, kKeys = 64, kRow = 2 * kInner + 2 * kKeys + 5;
-  std::vector<float> row = poisoned(kTokens * kRow);
-  for (int t = 0; t < kTokens; ++t) {
-    std::copy_n(&inputs.z[t * kInner], kInner, &row[t * kRow]);
-    std::copy_n(&inputs.x[t * kInner], kInner, &row[t * kRow + kInner]);
-    std::copy_n(&inputs.b[t * kKeys], kKeys, &row[t * kRow + 2 * kInner]);
-    std::copy_n(&inputs.c[t * kKeys], kKeys, &row[t * kRow + 2 * kInner + kKeys]);
-  }
-  const Mamba2Tokens strided = {
-      &row[kInner], &row[2 * kInner], &row[2 * kInner + kKeys], inputs.dt.data(), row.data(), kRow, kRow, kRow, kRow};
-  Mamba2Rig dense(shape, 2, 4, 1, device), rig(shape, 2, 4, 1, device);
-  EXPECT_TRUE(same_bits(dense.prefill({0}, {0, kTokens}, inputs.tokens()), rig.prefill({0}, {0, kTokens}, strided)));
-  EXPECT_TRUE(same_bits(dense.slot_state(0), rig.slot_state(0)));
-  const std::vector<float> source(rig.slot_state(0).begin(), rig.slot_state(0).end());
-  const int32_t slot = 0, history = 0, checkpoint_out = 1;
-  const int64_t base = kTokens;
-  std::vector<float> out = poisoned(rig.out_size());
-  mamba2_step({rig.state, {1, &slot, &base, &history, &slot, &checkpoint_out}, rig.heads(), strided, out.data()},
-              device, rig.workspace());
-  EXPECT_TRUE(same_bits(rig.slot_state(0), source));
-  EXPECT_TRUE(same_bits(dense.step({0}, inputs.tokens()), out));
-  EXPECT_TRUE(same_bits(dense.slot_state(0), rig.slot_state(1)));
+  strides_and_separate_checkpoints<Mamba2Family<>>();
 }
 
 // Law 8: the byte and element offsets of the last slots pass 2^31; the pool is a mapping of which a few pages exist.
@@ -140,11 +48,11 @@ TEST(Mamba2, SlotsBeyond2To31Elements) {
   std::vector<float> out = poisoned(small.out_size());
   for (; history < 3; ++history) {
     mamba2_decode({state, rows, small.heads(), 1, inputs.tokens(history), Readout::kDirect, out.data()}, device,
-                  small.workspace());
+                  small.memory.workspace());
     EXPECT_TRUE(same_bits(small.decode({0}, 1, inputs.tokens(history), Readout::kDirect), out));
     small.commit(0, 1);
   }
-  mamba2_materialise({state, rows}, device, small.workspace());
+  mamba2_materialise({state, rows}, device, small.memory.workspace());
   small.materialise(0, 0, 3);
   EXPECT_TRUE(same_bits(small.slot_state(0), {state.checkpoint + kSlot * state_floats, size_t(state_floats)}));
   munmap(memory, bytes);
@@ -199,8 +107,8 @@ TEST(Mamba2, RefusesWhatTheContractForbids) {
   const Mamba2Inputs inputs(shape, 8, random);
   std::vector<float> out(8 * 16);
   const auto decode = [&](int T, std::vector<int> slots = {0}) {
-    mamba2_decode({rig.state, rig.rows(slots), rig.heads(), T, inputs.tokens(), Readout::kExact, out.data()}, device,
-                  rig.workspace());
+    mamba2_decode({rig.state(), rig.rows(slots), rig.heads(), T, inputs.tokens(), Readout::kExact, out.data()}, device,
+                  rig.memory.workspace());
   };
   expect_refusal([&] { decode(0); }, "mamba2_decode", "1 to 4 tokens", "got 0");
   expect_refusal([&] { decode(3); }, "at most 2 tokens a row");
@@ -219,27 +127,28 @@ TEST(Mamba2, RefusesWhatTheContractForbids) {
   for (const Mamba2Shape& bad : {Mamba2Shape{2, 1, 8, 24}, Mamba2Shape{2, 1, 8, 272}, Mamba2Shape{2, 1, 8, 0}})
     expect_refusal([&] { check_shape(bad); }, "state size of 16 to 256, a multiple of 16");
   const auto step = [&](const Mamba2Heads& heads, const Mamba2Tokens& tokens, std::span<std::byte> workspace) {
-    mamba2_step({rig.state, rig.rows({1}), heads, tokens, out.data()}, device, workspace);
+    mamba2_step({rig.state(), rig.rows({1}), heads, tokens, out.data()}, device, workspace);
   };
-  expect_refusal([&] { step(rig.heads(), inputs.tokens(), rig.workspace().first(64)); }, "workspace", "got 64");
-  expect_refusal([&] { step({}, inputs.tokens(), rig.workspace()); }, "mamba2_step", "a_log");
+  expect_refusal([&] { step(rig.heads(), inputs.tokens(), rig.memory.workspace().first(64)); }, "workspace", "got 64");
+  expect_refusal([&] { step({}, inputs.tokens(), rig.memory.workspace()); }, "mamba2_step", "a_log");
   Mamba2Tokens tokens = inputs.tokens();
   tokens.dt = nullptr;
-  expect_refusal([&] { step(rig.heads(), tokens, rig.workspace()); }, "null pointer");
+  expect_refusal([&] { step(rig.heads(), tokens, rig.memory.workspace()); }, "null pointer");
   tokens = inputs.tokens();
   tokens.z = tokens.x;
   tokens.z_stride = 15;
-  expect_refusal([&] { step(rig.heads(), tokens, rig.workspace()); }, "stride of at least 16 elements for z", "got 15");
+  expect_refusal([&] { step(rig.heads(), tokens, rig.memory.workspace()); }, "stride of at least 16 elements for z",
+                 "got 15");
   tokens = inputs.tokens();
   tokens.c_stride = 31;
-  expect_refusal([&] { step(rig.heads(), tokens, rig.workspace()); }, "strides", "31");
+  expect_refusal([&] { step(rig.heads(), tokens, rig.memory.workspace()); }, "strides", "31");
   const std::vector<int32_t> falling = {0, 2, 1}, late = {1, 2, 3};
   for (const std::vector<int32_t>* begin : {&falling, &late})
     expect_refusal(
         [&] {
           mamba2_prefill(
-              {rig.state, rig.rows({kPaddingSlot, 1}), rig.heads(), begin->data(), inputs.tokens(), out.data()}, device,
-              rig.workspace());
+              {rig.state(), rig.rows({kPaddingSlot, 1}), rig.heads(), begin->data(), inputs.tokens(), out.data()},
+              device, rig.memory.workspace());
         },
         "mamba2_prefill", "token_begin");
   const auto gates = [&](float least, float most) {
