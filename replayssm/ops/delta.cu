@@ -726,11 +726,11 @@ void delta_materialise(const BasicDeltaMaterialise<T>& args, CudaDevice& device,
 REPLAYSSM_DELTA(float, float)
 REPLAYSSM_DELTA(Bf16, Bf16)
 REPLAYSSM_DELTA(Bf16, float)
-// X REPLAYSSM_DELTA(Fp16, Fp16)
-// X REPLAYSSM_DELTA(Fp16, float)
+REPLAYSSM_DELTA(Fp16, Fp16)
+REPLAYSSM_DELTA(Fp16, float)
 #undef REPLAYSSM_DELTA
-// X template void delta_materialise(const BasicDeltaMaterialise<float>&, CudaDevice&, std::span<std::byte>);
+template void delta_materialise(const BasicDeltaMaterialise<float>&, CudaDevice&, std::span<std::byte>);
 template void delta_materialise(const BasicDeltaMaterialise<Bf16>&, CudaDevice&, std::span<std::byte>);
-// X template void delta_materialise(const BasicDeltaMaterialise<Fp16>&, CudaDevice&, std::span<std::byte>);
+template void delta_materialise(const BasicDeltaMaterialise<Fp16>&, CudaDevice&, std::span<std::byte>);
 
 }  // namespace replayssm

@@ -327,7 +327,7 @@ __device__ void sum_records(const Mamba2Unit<T>& unit, const Mamba2Gate* gates, 
 template <int K, typename T>
 __global__ void __launch_bounds__(kGroupWarps * 32, 3)
     mamba2_prepare_kernel(const __grid_constant__ Mamba2Args<T> args) {
-  extern __shared__ float memory[];
+  extern __shared__ uint4 memory[];
   let_next_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Mamba2Shape& shape = args.state.shape;
@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(kGroupWarps * 32, 3)
     return;
   }
   if (group.will_flush()) return;
-  float* products = memory;  // [T][records]
+  auto* products = reinterpret_cast<float*>(memory);  // [T][records]
   auto* gates = reinterpret_cast<Mamba2Gate*>(products + (args.tokens_per_row * records + 1) / 2 * 2) + warp * records;
   const int history = group.row.history, count = history + group.tokens;
   const bool has_channels = 4 * lane < shape.state_size;
