@@ -99,12 +99,15 @@ TEST_F(CudaDelta, RefusesTokensThatTheContractForbids) {
   for (auto member :
        {&BasicDeltaTokens<Fp16>::q_stride, &BasicDeltaTokens<Fp16>::k_stride, &BasicDeltaTokens<Fp16>::v_stride}) {
     BasicDeltaTokens<Fp16> tokens = good;
-    tokens.*member += 4;
-    refuse(tokens, "16 bytes");
+    tokens.*member = 68;
+    refuse(tokens, "68");
     tokens.*member = 56;
     refuse(tokens, "56");
   }
-  rig.run_step(rig.state(), rows, good, out);
+  BasicDeltaTokens<Fp16> gates = good;  // which may lie anywhere
+  ++gates.g;
+  ++gates.beta;
+  rig.run_step(rig.state(), rows, gates, out);
   EXPECT_TRUE(is_finite(rig.memory.finish()));
 }
 

@@ -64,15 +64,17 @@ TEST_F(CudaMamba2, RefusesTokensThatTheContractForbids) {
   }
   for (auto member : {&Tokens::x_stride, &Tokens::b_stride, &Tokens::c_stride, &Tokens::z_stride}) {
     Rig::StagedTokens tokens = good;
-    tokens.*member += 4;
-    refuse(tokens, "16 bytes");
+    tokens.*member = 68;
+    refuse(tokens, "68");
     tokens.*member = 56;
     refuse(tokens, "56");
   }
   Rig::StagedTokens tokens = good;
   tokens.heads.a_log = nullptr;
   refuse(tokens, "a_log");
-  rig.run_step(rig.state(), rows, good, out);
+  tokens = good;
+  ++tokens.dt;  // which may lie anywhere
+  rig.run_step(rig.state(), rows, tokens, out);
   EXPECT_TRUE(is_finite(rig.memory.finish()));
 }
 

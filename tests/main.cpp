@@ -1,6 +1,6 @@
 // Runs the tests, on the vector instructions that the environment variable REPLAYSSM_SIMD names (else the best).
-// With --simd_targets it only lists the vector targets: "NAME runs" or "NAME lacks" a line; with --gpus it only says how
-// many GPUs there are.
+// With --simd_targets it only lists the vector targets: "NAME runs" or "NAME lacks" a line; with --gpus it only says
+// how many GPUs there are.
 #include <gtest/gtest.h>
 
 #include <cstdio>
