@@ -176,6 +176,8 @@ class CudaMemory {
   using RoundedInputs = std::conditional_t<std::is_same_v<T, float>, Inputs, RoundedTo<Inputs, T>>;
   static constexpr int kMaxKeySize = 128;
   static constexpr int kMaxRecords = 64;
+  static constexpr bool kUsesGram = false;
+  static constexpr bool kPrefillSteps = true;
   static constexpr double kOutBound = std::is_same_v<O, float> ? kFloat32Bound : kBf16Bound;
   static const char* missing() { return missing_gpu(); }
   static CudaDevice device(int) { return CudaDevice(); }

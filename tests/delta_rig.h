@@ -217,7 +217,7 @@ struct DeltaFamily {
         {"ring decay", [](Rig& rig) { rig.ring_decay[position(rig) * rig.shape.gate_size] -= 0.5f; }},
         {"ring beta", [](Rig& rig) { rig.ring_beta[position(rig)] *= 0.5f; }}};
     // With a gate a channel there are no products to keep.
-    if (!kIsPerChannel)
+    if (!kIsPerChannel && M::kUsesGram)
       kinds.push_back({"ring gram", [](Rig& rig) {
                          const int64_t row = (rig.cursors[0].base + 2) % rig.capacity;
                          rig.ring_gram[row * rig.capacity + position(rig)] += 0.5f;

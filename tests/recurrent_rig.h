@@ -65,7 +65,9 @@ class HostMemory {
   template <typename Inputs>
   using RoundedInputs = Inputs;
   static constexpr int kMaxKeySize = 256;
-  static constexpr int kMaxRecords = 1 << 16;  // a window and a step's tokens together
+  static constexpr int kMaxRecords = 1 << 16;   // a window and a step's tokens together
+  static constexpr bool kUsesGram = true;       // of keys with one gate a head, kept in the ring
+  static constexpr bool kPrefillSteps = false;  // a prefill runs the step's update token by token
   static constexpr double kOutBound = kFloat32Bound;
   static const char* missing() { return nullptr; }
   static Device device(int threads) { return Device(threads); }

@@ -24,8 +24,12 @@ inline void check_cuda_window(const char* op, int window, int tokens_per_row) {
   require(tokens_per_row <= kMaxCudaTokens, "{}: on a GPU expected 1 to {} tokens a row, got {}", op, kMaxCudaTokens,
           tokens_per_row);
   require(window + tokens_per_row <= kMaxCudaRecords,
-          "{}: on a GPU expected a window of at most {} records with {} tokens a row, got {}", op,
-          kMaxCudaRecords - tokens_per_row, tokens_per_row, window);
+          "{}: on a GPU expected a window and a row's tokens of at most {} records together, got {} and {}", op,
+          kMaxCudaRecords, window, tokens_per_row);
+}
+
+inline void check_not_null(const char* op, const char* name, const void* pointer) {
+  require(pointer != nullptr, "{}: {} is null", op, name);
 }
 
 struct NamedPointer {
@@ -35,7 +39,7 @@ struct NamedPointer {
 // Of arrays that are read 16 bytes at a time.
 inline void check_pointers(const char* op, std::initializer_list<NamedPointer> pointers) {
   for (const NamedPointer& p : pointers) {
-    require(p.pointer != nullptr, "{}: {} is null", op, p.name);
+    check_not_null(op, p.name, p.pointer);
     require(reinterpret_cast<uintptr_t>(p.pointer) % 16 == 0, "{}: expected {} aligned to 16 bytes, got {}", op, p.name,
             p.pointer);
   }
@@ -44,11 +48,13 @@ inline void check_pointers(const char* op, std::initializer_list<NamedPointer> p
 struct NamedStride {
   const char* name;
   int64_t stride;
+  int64_t least;
 };
-inline void check_strides(const char* op, size_t element_bytes, std::initializer_list<NamedStride> strides) {
+inline void check_strides(const char* op, int64_t element_bytes, std::initializer_list<NamedStride> strides) {
   for (const NamedStride& s : strides)
-    require(s.stride >= 0 && s.stride * element_bytes % 16 == 0,
-            "{}: expected a {} of a multiple of {} elements, got {}", op, s.name, 16 / element_bytes, s.stride);
+    require(s.stride >= s.least && s.stride * element_bytes % 16 == 0,
+            "{}: expected a {} of at least {} elements and a multiple of {} (16 bytes), got {}", op, s.name, s.least,
+            16 / element_bytes, s.stride);
 }
 
 }  // namespace replayssm

@@ -572,8 +572,9 @@ __device__ void by_fours(int tokens, const Run& run) {
 // Grid (units of a head, H, B), block of a warp, which makes the queries and shares of a head (of 128 of its values)
 // for the pass over the checkpoints: gathers the records, pulls the queries back through them, sums the records'
 // values.
-template <int K, bool kPerChannel, typename T>
-__global__ void __launch_bounds__(32, 24) delta_prepare_kernel(const __grid_constant__ DeltaArgs<T> args) {
+template <int K, int kLanes, bool kPerChannel, typename T>
+__global__ void __launch_bounds__(32, kLanes == 32 && !kPerChannel ? 32 : 24)
+    delta_prepare_kernel(const __grid_constant__ DeltaArgs<T> args) {
   extern __shared__ uint4 memory[];
   let_next_start();
   const DeltaUnit<T> unit(args, blockIdx.z, blockIdx.y, blockIdx.x);
@@ -583,10 +584,7 @@ __global__ void __launch_bounds__(32, 24) delta_prepare_kernel(const __grid_cons
   values.load(unit, 0);
   gather_records<kPerChannel>(unit, shared);
   __syncwarp();
-  if (unit.tokens == 1)
-    pull_back<K, 32, kPerChannel>(unit, shared);
-  else
-    pull_back<K, 8, kPerChannel>(unit, shared);
+  pull_back<K, kLanes, kPerChannel>(unit, shared);
   __syncwarp();
   by_fours(unit.tokens, [&]<int kCount>(int t) { sum_records<kCount>(unit, shared, t, values); });
 }
@@ -614,9 +612,10 @@ void launch_padded(DeltaArgs<T> args, Readout readout, CudaDevice& device) {
   args.queries = static_cast<float*>(device.scratch(sizeof(float) * token_heads * (K + shape.value_size)));
   args.shares = args.queries + token_heads * K;
   args.unit_values = kMaxUnitValues;
-  launch(args.op, delta_prepare_kernel<K, kPerChannel, T>,
-         dim3((shape.value_size + kMaxUnitValues - 1) / kMaxUnitValues, shape.heads, args.rows.count), 32,
-         DeltaShared::bytes(records, args.tokens_per_row), args, device);
+  const auto prepare = args.tokens_per_row == 1 ? delta_prepare_kernel<K, 32, kPerChannel, T>
+                                                : delta_prepare_kernel<K, 8, kPerChannel, T>;
+  launch(args.op, prepare, dim3((shape.value_size + kMaxUnitValues - 1) / kMaxUnitValues, shape.heads, args.rows.count),
+         32, DeltaShared::bytes(records, args.tokens_per_row), args, device);
   StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
                        args.state.form,   shape.heads,         shape.value_size,       shape.key_size,
                        args.state.window, args.state.capacity, args.tokens_per_row};
@@ -659,11 +658,16 @@ void check_state(const char* op, const BasicDeltaState<T>& state, const StateRow
 }
 
 template <typename T>
-void check_tokens(const char* op, const BasicDeltaTokens<T>& tokens, const void* out) {
-  check_pointers(
-      op, {{"q", tokens.q}, {"k", tokens.k}, {"v", tokens.v}, {"g", tokens.g}, {"beta", tokens.beta}, {"out", out}});
+void check_tokens(const char* op, const DeltaShape& shape, const BasicDeltaTokens<T>& tokens, const void* out) {
+  check_pointers(op, {{"q", tokens.q}, {"k", tokens.k}, {"v", tokens.v}, {"out", out}});
+  check_not_null(op, "beta", tokens.beta);
+  check_not_null(op, "g", tokens.g);
+  if (shape.gate_size > 1) check_pointers(op, {{"g", tokens.g}});
+  const int64_t keys = int64_t{shape.key_heads} * shape.key_size, values = int64_t{shape.heads} * shape.value_size;
   check_strides(op, sizeof(T),
-                {{"q_stride", tokens.q_stride}, {"k_stride", tokens.k_stride}, {"v_stride", tokens.v_stride}});
+                {{"q_stride", tokens.q_stride, keys},
+                 {"k_stride", tokens.k_stride, keys},
+                 {"v_stride", tokens.v_stride, values}});
 }
 
 }  // namespace
@@ -676,7 +680,7 @@ StatePlan delta_plan(const DeltaShape& shape, int batch, int tokens_per_row, Cud
 template <typename T, typename Out>
 void delta_step(const BasicDeltaStep<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("delta_step", args.state, args.rows);
-  check_tokens("delta_step", args.tokens, args.out);
+  check_tokens("delta_step", args.state.shape, args.tokens, args.out);
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kStep, 1, nullptr, args.out, std::is_same_v<Out, float>,
           device.fault(), "delta_step"},
          Readout::kExact, device);
@@ -687,7 +691,7 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
   check_state("delta_decode", args.state, args.rows);
   check_window("delta_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   check_cuda_window("delta_decode", args.state.window, args.tokens_per_row);
-  check_tokens("delta_decode", args.tokens, args.out);
+  check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, nullptr, args.out,
           std::is_same_v<Out, float>, device.fault(), "delta_decode"},
          args.readout, device);
@@ -696,7 +700,7 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
 template <typename T, typename Out>
 void delta_prefill(const BasicDeltaPrefill<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("delta_prefill", args.state, args.rows);
-  check_tokens("delta_prefill", args.tokens, args.out);
+  check_tokens("delta_prefill", args.state.shape, args.tokens, args.out);
   require(args.token_begin != nullptr, "delta_prefill: token_begin is null");
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kPrefill, 0, args.token_begin, args.out,
           std::is_same_v<Out, float>, device.fault(), "delta_prefill"},

@@ -49,7 +49,7 @@ struct BasicDeltaState {
   T* ring_k = nullptr;            // [slots, G, C, K]
   float* ring_k_scale = nullptr;  // [slots, G, C]
   float* ring_gram = nullptr;     // [slots, G, C, C]  row: the later record's position, column: the earlier one's;
-                                  // null if gate_size > 1
+                                  // null if gate_size > 1; a GPU does not use it
   T* ring_v = nullptr;            // [slots, H, C, V]
   float* ring_decay = nullptr;    // [slots, H, C, gate_size]
   float* ring_beta = nullptr;     // [slots, H, C]

@@ -448,11 +448,18 @@ void check_state(const char* op, const BasicMamba2State<T>& state, const StateRo
 }
 
 template <typename T>
-void check_tokens(const char* op, const BasicMamba2Tokens<T>& tokens, const Mamba2Heads& heads, const void* out) {
-  require(heads.a_log != nullptr, "{}: a_log is null", op);
-  check_pointers(op, {{"x", tokens.x}, {"b", tokens.b}, {"c", tokens.c}, {"dt", tokens.dt}, {"out", out}});
-  check_strides(op, sizeof(T),
-                {{"x_stride", tokens.x_stride}, {"b_stride", tokens.b_stride}, {"c_stride", tokens.c_stride}});
+void check_tokens(const char* op, const Mamba2Shape& shape, const BasicMamba2Tokens<T>& tokens,
+                  const Mamba2Heads& heads, const void* out) {
+  check_not_null(op, "a_log", heads.a_log);
+  check_not_null(op, "dt", tokens.dt);
+  check_pointers(op, {{"x", tokens.x}, {"b", tokens.b}, {"c", tokens.c}, {"out", out}});
+  const int64_t inner = int64_t{shape.heads} * shape.head_size, keys = int64_t{shape.groups} * shape.state_size;
+  check_strides(
+      op, sizeof(T),
+      {{"x_stride", tokens.x_stride, inner}, {"b_stride", tokens.b_stride, keys}, {"c_stride", tokens.c_stride, keys}});
+  if (tokens.z == nullptr) return;
+  check_pointers(op, {{"z", tokens.z}});
+  check_strides(op, sizeof(T), {{"z_stride", tokens.z_stride, inner}});
 }
 
 }  // namespace
@@ -465,7 +472,7 @@ StatePlan mamba2_plan(const Mamba2Shape& shape, int batch, int tokens_per_row, C
 template <typename T, typename Out>
 void mamba2_step(const BasicMamba2Step<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("mamba2_step", args.state, args.rows);
-  check_tokens("mamba2_step", args.tokens, args.heads, args.out);
+  check_tokens("mamba2_step", args.state.shape, args.tokens, args.heads, args.out);
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kStep, 1, nullptr, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_step"},
          Readout::kExact, device);
@@ -476,7 +483,7 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
   check_state("mamba2_decode", args.state, args.rows);
   check_window("mamba2_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   check_cuda_window("mamba2_decode", args.state.window, args.tokens_per_row);
-  check_tokens("mamba2_decode", args.tokens, args.heads, args.out);
+  check_tokens("mamba2_decode", args.state.shape, args.tokens, args.heads, args.out);
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, nullptr, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_decode"},
          args.readout, device);
@@ -485,7 +492,7 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
 template <typename T, typename Out>
 void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("mamba2_prefill", args.state, args.rows);
-  check_tokens("mamba2_prefill", args.tokens, args.heads, args.out);
+  check_tokens("mamba2_prefill", args.state.shape, args.tokens, args.heads, args.out);
   require(args.token_begin != nullptr, "mamba2_prefill: token_begin is null");
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kPrefill, 0, args.token_begin, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_prefill"},
