@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -36,7 +37,8 @@ HWY_INLINE void conv1d_token(const Conv1d& args, const float* const* inputs, int
 void conv1d_kernel(const Conv1d& args, int row, int begin, int end) {
   const Conv1dState& state = args.state;
   const ptrdiff_t channels = state.channels;
-  const int first = args.token_begin[row], count = args.token_begin[row + 1] - first;
+  const int first = args.token_begin == nullptr ? row * args.tokens_per_row : args.token_begin[row];
+  const int count = args.token_begin == nullptr ? args.tokens_per_row : args.token_begin[row + 1] - first;
   const int32_t slot = args.rows.slot[row];
   float* out = args.out + first * channels;
   if (slot == kPaddingSlot) {
@@ -82,20 +84,13 @@ void conv1d_cpu(const Conv1d& args, Device& device) {
 }
 
 void conv1d(const Conv1d& args, Device& device) {
-  const Conv1dState& state = args.state;
-  require(state.channels >= 1, "conv1d: expected channels >= 1, got {}", state.channels);
-  require(state.width >= 2 && state.width <= 8, "conv1d: expected a width of 2 to 8, got {}", state.width);
-  require(state.capacity >= state.width, "conv1d: expected a window capacity of at least the width {}, got {}",
-          state.width, state.capacity);
-  require(args.x_stride >= state.channels, "conv1d: expected a stride of at least {} elements, got {}", state.channels,
-          args.x_stride);
-  require(args.token_begin != nullptr, "conv1d: expected token_begin, got a null pointer");
-  if (args.rows.count == 0 || args.token_begin[args.rows.count] == 0) return;
-  require(args.x != nullptr && args.weight != nullptr && args.out != nullptr,
-          "conv1d: expected x, weight and out, got a null pointer");
+  check_conv1d(args);
+  if (args.rows.count == 0 || (args.token_begin != nullptr && args.token_begin[args.rows.count] == 0)) return;
+  check_conv1d_arrays(args);
+  const int64_t slots = args.state.slots;
   for (int b = 0; b < args.rows.count; ++b)
-    require(args.rows.slot[b] == kPaddingSlot || (args.rows.slot[b] >= 0 && args.rows.slot[b] < state.slots),
-            "conv1d: row {}: expected a slot of 0 to {}, got {}", b, state.slots - 1, args.rows.slot[b]);
+    require(args.rows.slot[b] == kPaddingSlot || (args.rows.slot[b] >= 0 && args.rows.slot[b] < slots),
+            "conv1d: row {}: expected a slot of 0 to {}, got {}", b, slots - 1, args.rows.slot[b]);
   conv1d_cpu(args, device);
 }
 

@@ -154,12 +154,13 @@ size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& devi
 //   g = lower_bound * sigmoid(exp(A_log) x)        if lower_bound < 0: a scale of the sigmoid, not a clamp
 //
 // A NaN among a gate's operands gives a NaN. Throws Error for sizes, strides and a bound outside this.
-struct DeltaGates {
-  int64_t tokens = 0;        // N
-  int heads = 0;             // H
-  int gate_size = 1;         // 1 or K
-  const float* a = nullptr;  // [N, H, gate_size], a_stride: the gates' pre-activation
-  const float* b = nullptr;  // [N, H], b_stride
+template <typename T>
+struct BasicDeltaGates {
+  int64_t tokens = 0;    // N
+  int heads = 0;         // H
+  int gate_size = 1;     // 1 or K
+  const T* a = nullptr;  // [N, H, gate_size], a_stride: the gates' pre-activation
+  const T* b = nullptr;  // [N, H], b_stride
   int64_t a_stride = 0, b_stride = 0;
   const float* a_log = nullptr;    // [H]
   const float* dt_bias = nullptr;  // [H, gate_size]
@@ -167,7 +168,13 @@ struct DeltaGates {
   float* g = nullptr;              // [N, H, gate_size]
   float* beta = nullptr;           // [N, H]
 };
+using DeltaGates = BasicDeltaGates<float>;
 void delta_gates(const DeltaGates& args, Device& device);
+
+// The same on a GPU, queued on its stream, for T of float, Bf16 and Fp16. Every pointer is of device memory; a_log and
+// dt_bias may be read before the work queued earlier is done. A gate's bits do not depend on where it lies.
+template <typename T>
+void delta_gates(const BasicDeltaGates<T>& args, CudaDevice& device);
 
 // The FP32 values of ring_gram for one slot: 0 if it is null.
 inline size_t ring_gram_size(const DeltaShape& shape, int capacity) {

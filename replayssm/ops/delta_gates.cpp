@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -97,17 +97,7 @@ void delta_gates_cpu(const DeltaGates& args, Device& device) {
 }
 
 void delta_gates(const DeltaGates& args, Device& device) {
-  require(args.tokens >= 0 && args.heads >= 1 && args.gate_size >= 1,
-          "delta_gates: expected tokens >= 0, heads >= 1 and a gate size >= 1, got {}, {} and {}", args.tokens,
-          args.heads, args.gate_size);
-  const int64_t gates = static_cast<int64_t>(args.heads) * args.gate_size;
-  require(args.a_stride >= gates && args.b_stride >= args.heads,
-          "delta_gates: expected strides of at least {} gates and {} heads, got {} and {}", gates, args.heads,
-          args.a_stride, args.b_stride);
-  require(args.lower_bound <= 0, "delta_gates: expected a lower bound <= 0, got {}", args.lower_bound);
-  const void* const pointers[] = {args.a, args.b, args.a_log, args.dt_bias, args.g, args.beta};
-  require(args.tokens == 0 || std::ranges::find(pointers, nullptr) == std::end(pointers),
-          "delta_gates: expected a, b, a_log, dt_bias, g and beta, got a null pointer");
+  check_delta_gates(args);
   delta_gates_cpu(args, device);
 }
 

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/mamba2-inl.h"
 #include "replayssm/ops/mamba2_rows.h"
 
@@ -324,15 +325,7 @@ void mamba2_materialise(const Mamba2Materialise& args, Device& device, std::span
 }
 
 void mamba2_gates(const Mamba2Gates& args, Device& device) {
-  require(args.tokens >= 0 && args.heads >= 1, "mamba2_gates: expected tokens >= 0 and heads >= 1, got {} and {}",
-          args.tokens, args.heads);
-  require(args.dt_stride >= args.heads, "mamba2_gates: expected a stride of at least {} heads, got {}", args.heads,
-          args.dt_stride);
-  require(args.time_step_min >= 0 && args.time_step_min <= args.time_step_max,
-          "mamba2_gates: expected 0 <= time_step_min <= time_step_max, got {} and {}", args.time_step_min,
-          args.time_step_max);
-  require(args.tokens == 0 || (args.dt != nullptr && args.dt_bias != nullptr && args.out != nullptr),
-          "mamba2_gates: expected dt, dt_bias and out, got a null pointer");
+  check_mamba2_gates(args);
   mamba2_gates_cpu(args, device);
 }
 

@@ -152,17 +152,24 @@ size_t mamba2_workspace_bytes(const Mamba2Shape& shape, int capacity, Device& de
 
 // dt' = min(max(softplus(dt + dt_bias), time_step_min), time_step_max), softplus(u) = log(1 + e^u), u itself above 20.
 // Computed and kept in FP32; a NaN stays one.
-struct Mamba2Gates {
+template <typename T>
+struct BasicMamba2Gates {
   int64_t tokens = 0;
-  int heads = 0;              // H
-  const float* dt = nullptr;  // [tokens, H], dt_stride
+  int heads = 0;          // H
+  const T* dt = nullptr;  // [tokens, H], dt_stride
   int64_t dt_stride = 0;
   const float* dt_bias = nullptr;  // [H]
   float time_step_min = 0.0f;      // 0 <= time_step_min <= time_step_max
   float time_step_max = std::numeric_limits<float>::infinity();
   float* out = nullptr;  // [tokens, H]
 };
+using Mamba2Gates = BasicMamba2Gates<float>;
 void mamba2_gates(const Mamba2Gates& args, Device& device);
+
+// The same on a GPU, queued on its stream, for T of float, Bf16 and Fp16. Every pointer is of device memory; dt_bias
+// may be read before the work queued earlier is done.
+template <typename T>
+void mamba2_gates(const BasicMamba2Gates<T>& args, CudaDevice& device);
 
 // Throws Error unless `shape` is one that the functions above accept.
 void check_shape(const Mamba2Shape& shape);

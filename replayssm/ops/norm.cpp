@@ -12,6 +12,7 @@
 #include <cmath>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -101,39 +102,27 @@ int64_t norm_grain(int64_t token_elements) {
 }  // namespace
 
 void rms_norm(const RmsNorm& args, Device& device) {
-  require(args.tokens >= 0 && args.heads >= 0 && args.size > 0,
-          "rms_norm: expected tokens and heads >= 0 and size > 0, got {}, {} and {}", args.tokens, args.heads,
-          args.size);
-  require(args.eps >= 0, "rms_norm: expected eps >= 0, got {}", args.eps);
+  check_norm_sizes("rms_norm", args, "heads", args.heads);
   if (args.tokens == 0 || args.heads == 0) return;
-  require(args.x != nullptr && args.weight != nullptr && args.y != nullptr,
-          "rms_norm: x, weight and y must not be null");
+  require(!has_null({args.x, args.weight, args.y}), "rms_norm: x, weight and y must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(rms_norm_kernel);
   device.threads().parallel_for(args.tokens, norm_grain(args.heads * args.size),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
 }
 
 void gated_rms_norm(const GatedRmsNorm& args, Device& device) {
-  require(args.tokens >= 0 && args.heads >= 0 && args.size > 0,
-          "gated_rms_norm: expected tokens and heads >= 0 and size > 0, got {}, {} and {}", args.tokens, args.heads,
-          args.size);
-  require(args.eps >= 0, "gated_rms_norm: expected eps >= 0, got {}", args.eps);
+  check_norm_sizes("gated_rms_norm", args, "heads", args.heads);
   if (args.tokens == 0 || args.heads == 0) return;
-  require(args.x != nullptr && args.z != nullptr && args.weight != nullptr && args.y != nullptr,
-          "gated_rms_norm: x, z, weight and y must not be null");
+  require(!has_null({args.x, args.z, args.weight, args.y}), "gated_rms_norm: x, z, weight and y must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(gated_rms_norm_kernel);
   device.threads().parallel_for(args.tokens, norm_grain(args.heads * args.size),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
 }
 
 void gate_first_rms_norm(const GateFirstRmsNorm& args, Device& device) {
-  require(args.tokens >= 0 && args.groups >= 0 && args.size > 0,
-          "gate_first_rms_norm: expected tokens and groups >= 0 and size > 0, got {}, {} and {}", args.tokens,
-          args.groups, args.size);
-  require(args.eps >= 0, "gate_first_rms_norm: expected eps >= 0, got {}", args.eps);
+  check_norm_sizes("gate_first_rms_norm", args, "groups", args.groups);
   if (args.tokens == 0 || args.groups == 0) return;
-  require(args.x != nullptr && args.z != nullptr && args.weight != nullptr && args.y != nullptr,
-          "gate_first_rms_norm: x, z, weight and y must not be null");
+  require(!has_null({args.x, args.z, args.weight, args.y}), "gate_first_rms_norm: x, z, weight and y must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(gate_first_rms_norm_kernel);
   device.threads().parallel_for(args.tokens, norm_grain(args.groups * args.size),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });

@@ -1,0 +1,88 @@
+// Internal to the convolution, the gates and the norms: the checks at their doors, for CPU and GPU alike.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+#include "replayssm/core/error.h"
+#include "replayssm/ops/conv1d.h"
+#include "replayssm/ops/delta.h"
+#include "replayssm/ops/mamba2.h"
+
+namespace replayssm {
+
+inline bool has_null(std::initializer_list<const void*> pointers) {
+  return std::find(pointers.begin(), pointers.end(), nullptr) != pointers.end();
+}
+
+struct NamedPointer {
+  const char* name;
+  const void* pointer;
+};
+// Throws Error unless the arguments `arrays` of `op` are multiples of `alignment` bytes.
+inline void check_alignment(const char* op, size_t alignment, std::initializer_list<NamedPointer> arrays) {
+  for (const NamedPointer& array : arrays) {
+    const auto address = reinterpret_cast<uintptr_t>(array.pointer);
+    require(address % alignment == 0, "{}: expected {} aligned to {} bytes, got the address {:#x}", op, array.name,
+            alignment, address);
+  }
+}
+
+// The sizes of a convolution.
+template <typename T, typename Out>
+void check_conv1d(const BasicConv1d<T, Out>& args) {
+  const BasicConv1dState<T>& state = args.state;
+  require(state.channels >= 1, "conv1d: expected channels >= 1, got {}", state.channels);
+  require(state.width >= 2 && state.width <= 8, "conv1d: expected a width of 2 to 8, got {}", state.width);
+  require(state.capacity >= state.width, "conv1d: expected a window capacity of at least the width {}, got {}",
+          state.width, state.capacity);
+  require(args.x_stride >= state.channels, "conv1d: expected a stride of at least {} elements, got {}", state.channels,
+          args.x_stride);
+  const int room = state.capacity - (state.width - 1);
+  require(args.token_begin != nullptr || (args.tokens_per_row >= 1 && args.tokens_per_row <= room),
+          "conv1d: expected token_begin, or 1 to {} tokens a row, got a null pointer and {}", room,
+          args.tokens_per_row);
+}
+
+template <typename T, typename Out>
+void check_conv1d_arrays(const BasicConv1d<T, Out>& args) {
+  require(!has_null({args.x, args.weight, args.out}), "conv1d: expected x, weight and out, got a null pointer");
+}
+
+// What the three norms have in common: `Norm` has tokens, size, eps; `vectors` a token are named `what`.
+template <typename Norm>
+void check_norm_sizes(const char* op, const Norm& args, const char* what, int vectors) {
+  require(args.tokens >= 0 && vectors >= 0 && args.size > 0,
+          "{}: expected tokens and {} >= 0 and size > 0, got {}, {} and {}", op, what, args.tokens, vectors, args.size);
+  require(args.eps >= 0, "{}: expected eps >= 0, got {}", op, args.eps);
+}
+
+template <typename T>
+void check_delta_gates(const BasicDeltaGates<T>& args) {
+  require(args.tokens >= 0 && args.heads >= 1 && args.gate_size >= 1,
+          "delta_gates: expected tokens >= 0, heads >= 1 and a gate size >= 1, got {}, {} and {}", args.tokens,
+          args.heads, args.gate_size);
+  const int64_t gates = static_cast<int64_t>(args.heads) * args.gate_size;
+  require(args.a_stride >= gates && args.b_stride >= args.heads,
+          "delta_gates: expected strides of at least {} gates and {} heads, got {} and {}", gates, args.heads,
+          args.a_stride, args.b_stride);
+  require(args.lower_bound <= 0, "delta_gates: expected a lower bound <= 0, got {}", args.lower_bound);
+  require(args.tokens == 0 || !has_null({args.a, args.b, args.a_log, args.dt_bias, args.g, args.beta}),
+          "delta_gates: expected a, b, a_log, dt_bias, g and beta, got a null pointer");
+}
+
+template <typename T>
+void check_mamba2_gates(const BasicMamba2Gates<T>& args) {
+  require(args.tokens >= 0 && args.heads >= 1, "mamba2_gates: expected tokens >= 0 and heads >= 1, got {} and {}",
+          args.tokens, args.heads);
+  require(args.dt_stride >= args.heads, "mamba2_gates: expected a stride of at least {} heads, got {}", args.heads,
+          args.dt_stride);
+  require(args.time_step_min >= 0 && args.time_step_min <= args.time_step_max,
+          "mamba2_gates: expected 0 <= time_step_min <= time_step_max, got {} and {}", args.time_step_min,
+          args.time_step_max);
+  require(args.tokens == 0 || !has_null({args.dt, args.dt_bias, args.out}),
+          "mamba2_gates: expected dt, dt_bias and out, got a null pointer");
+}
+
+}  // namespace replayssm
