@@ -286,7 +286,9 @@ TYPED_TEST_P(RecurrenceLaws, EveryDecayIsFiniteAndRight) {
       outs[2] = rig.prefill({2}, {0, kTokens}, inputs.tokens());
       for (int way : {0, 1, 2}) EXPECT_LE(relative_error(outs[way], expected), kFloat32Bound) << "way " << way;
       // (The decays of that many steps, rounded one by one, may take a slow state further than the bound.)
-      if (!TypeParam::Memory::kPrefillSteps) EXPECT_LE(relative_error(rig.slot_state(2), oracle.state), kFloat32Bound);
+      if (!TypeParam::Memory::kPrefillSteps) {
+        EXPECT_LE(relative_error(rig.slot_state(2), oracle.state), kFloat32Bound);
+      }
     }
   }
 }

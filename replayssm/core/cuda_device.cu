@@ -60,10 +60,15 @@ CudaDevice::CudaDevice(int index) : index_(index) {
   void* fault = nullptr;
   check_cuda(cudaHostAlloc(&fault, sizeof(CudaFault), cudaHostAllocMapped), "cuda: allocate host memory");
   fault_ = new (fault) CudaFault();
+  fault_->lock = static_cast<int32_t*>(allocate_bytes(sizeof(int32_t)));
+  fill_words(fault_->lock, 0, 1);
 }
 
 CudaDevice::~CudaDevice() {
-  if (fault_ != nullptr) cudaFreeHost(fault_);
+  if (fault_ != nullptr) {
+    cudaFree(fault_->lock);
+    cudaFreeHost(fault_);
+  }
   for (void* memory : scratch_) cudaFree(memory);
   for (void* event : {fork_event_, join_event_})
     if (event != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event));
@@ -101,7 +106,8 @@ void CudaDevice::synchronize() {
   check_cuda(cudaStreamSynchronize(stream_of(stream_)), "cuda: run");
   if (fault_->is_set == 0) return;
   const CudaFault fault = *fault_;
-  *fault_ = {};
+  fault_->is_set = 0;
+  fill_words(fault_->lock, 0, 1);
   fail("{}: row {}: slot {}, checkpoint in {} or checkpoint out {} lies outside the pool", fault.op, fault.row,
        fault.slot, fault.checkpoint_in, fault.checkpoint_out);
 }

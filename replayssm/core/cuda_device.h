@@ -28,6 +28,7 @@ struct CudaFault {
   int32_t row = 0;
   int32_t slot = 0, checkpoint_in = 0, checkpoint_out = 0;
   int32_t is_set = 0;
+  int32_t* lock = nullptr;  // on the device, 0 or 1: taken by the kernel that reports
 };
 
 // One GPU and one stream. An op queues its work on the stream and returns; nothing in it waits for the host, so any

@@ -269,6 +269,7 @@ __device__ void run_recurrence(const DeltaUnit<T>& unit, int first, uint4* share
   int begin = 0;
 #pragma unroll 1
   do {
+    __syncwarp();  // the chunk before is read
     const int size = min(limit, count - begin);
     gather_gates<kPerChannel>(unit, gates, begin, size);
     gather_values(unit, record_values, first, begin, size);

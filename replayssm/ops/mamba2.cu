@@ -186,6 +186,7 @@ __device__ void run_slice(const Mamba2Unit<T>& unit, int first, uint4* shared) {
   int begin = 0;
 #pragma unroll 1
   do {
+    __syncwarp();  // the chunk before is read
     const int size = min(limit, count - begin);
     for (int i = lane; i < size; i += 32) gates[i] = gate_of(unit, begin + i, rate, is_decode && first == 0);
     for (int i = lane; i < size * (kSliceRows / 4); i += 32) {

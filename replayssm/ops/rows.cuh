@@ -70,13 +70,14 @@ __device__ inline float4 to_numbers(Quad<Fp16> quad) {
 // Tells the host of the first row that names what the pool does not have.
 __device__ inline void report_fault(CudaFault* fault, const char* op, int row, int slot, int checkpoint_in,
                                     int checkpoint_out) {
-  if (atomicCAS_system(&fault->is_set, 0, 1) != 0) return;
+  if (atomicCAS(fault->lock, 0, 1) != 0) return;
   fault->op = op;
   fault->row = row;
   fault->slot = slot;
   fault->checkpoint_in = checkpoint_in;
   fault->checkpoint_out = checkpoint_out;
   __threadfence_system();
+  fault->is_set = 1;
 }
 
 // A row of the batch as its blocks see it.
