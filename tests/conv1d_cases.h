@@ -44,8 +44,8 @@ struct ConvRig {
       // Split the position in two: only the sum may matter.
       // Slots that do not exist are for the op to refuse.
       const int64_t position = slot >= 0 && slot < int32_t(positions.size()) ? positions[slot] : 0;
-      history.push_back(int32_t(position / 3));
-      base.push_back(position - position / 3);
+      history.push_back(int32_t(std::min<int64_t>(position / 3, 1000)));
+      base.push_back(position - history.back());
     }
     const auto slot_array = path.template array<int32_t>(slots), history_array = path.template array<int32_t>(history);
     const auto begin_array = path.template array<int32_t>(begin);

@@ -1,5 +1,4 @@
 // The short convolution on a GPU.
-#ifdef REPLAYSSM_HAS_CUDA
 #include <gtest/gtest.h>
 
 #include "tests/bad_input.h"
@@ -9,7 +8,7 @@
 namespace replayssm::test {
 namespace {
 
-using CudaConv1d = OnGpu;
+class CudaConv1d : public CudaTest {};
 
 template <typename Run>
 void for_all_types(const Run& run) {
@@ -153,4 +152,3 @@ TEST_F(CudaConv1d, RefusesWhatTheContractForbids) {
 
 }  // namespace
 }  // namespace replayssm::test
-#endif  // REPLAYSSM_HAS_CUDA

@@ -1,5 +1,4 @@
 // The gates of the delta rule and of Mamba-2 on a GPU.
-#ifdef REPLAYSSM_HAS_CUDA
 #include <gtest/gtest.h>
 
 #include "tests/cuda_path.h"
@@ -8,7 +7,7 @@
 namespace replayssm::test {
 namespace {
 
-using CudaGates = OnGpu;
+class CudaGates : public CudaTest {};
 
 TEST_F(CudaGates, DeltaGatesMatchTheFormula) {
   delta_gates_match_the_formula<CudaPath<float>>();
@@ -63,4 +62,3 @@ TEST_F(CudaGates, RefuseWhatTheContractForbids) {
 
 }  // namespace
 }  // namespace replayssm::test
-#endif  // REPLAYSSM_HAS_CUDA

@@ -25,7 +25,7 @@ class LayerMemory {
 
   template <typename E>
   E* array(size_t count, float value = kPoison) {
-    const std::vector<E> values(count, CudaPath<float>::element<E>(value));
+    const std::vector<E> values(count, to_element<E>(value));
     const auto bytes = std::as_bytes(std::span(values));
     return reinterpret_cast<E*>(arrays_.emplace_back(bytes, device_).data());
   }

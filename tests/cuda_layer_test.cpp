@@ -1,6 +1,5 @@
 // The fused step of a recurrent layer on a GPU: the bits of its ops called one after the other, the oracles of all of
 // them in a chain, padding and faults, capture, its door.
-#ifdef REPLAYSSM_HAS_CUDA
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -11,7 +10,7 @@
 namespace replayssm::test {
 namespace {
 
-using CudaLayer = OnGpu;
+class CudaLayer : public CudaTest {};
 
 int draw(std::mt19937_64& random, int low, int high) {
   return std::uniform_int_distribution<int>(low, high)(random);
@@ -267,9 +266,7 @@ void a_captured_step_serves_any_rows(const typename GpuLayer<float>::Shape& shap
     const std::vector<int32_t> own(slots.begin(), slots.begin() + rows);
     walk.set(device_rows, own);
     const std::vector<float> tokens = walk.projected(rows * count);
-    std::vector<T> elements(inputs);
-    std::transform(tokens.begin(), tokens.end(), elements.begin(), CudaPath<T>::template element<T>);
-    given.upload(elements, device);
+    given.upload(to_elements<T>(tokens), device);
     graph.launch();
     const std::vector<float> results = walk.path.template read<T>(out);
     EXPECT_TRUE(same_bits(results, walk.run_apart(device_rows.rows(), count, Readout::kDirect, tokens)));
@@ -336,13 +333,13 @@ void refuses_what_both_forbid(Door<GpuLayer>& door) {
     args.state.window = 20;
     args.state.capacity = 40;
   });
-  door.refuses("z", [](auto& args) { args.z += 1; });
-  door.refuses("multiple of 16 bytes for z", [](auto& args) { args.z_stride += 4; });
+  door.refuses("z aligned to 16 bytes", [](auto& args) { args.z += 1; });
+  door.refuses("z_stride of a multiple of 8 elements", [](auto& args) { args.z_stride += 4; });
   door.refuses("stride of at least", [](auto& args) { args.z_stride = 8; });
   door.refuses("out aligned to 16 bytes", [](auto& args) { args.out += 2; });
   door.refuses("norm_weight aligned to 16 bytes", [](auto& args) { args.norm_weight += 1; });
   door.refuses("conv_weight aligned to 16 bytes", [](auto& args) { args.conv_weight += 1; });
-  door.refuses("null", [](auto& args) { args.norm_weight = nullptr; });
+  door.refuses("norm_weight is null", [](auto& args) { args.norm_weight = nullptr; });
   door.refuses("null", [](auto& args) { args.rows.checkpoint_in = nullptr; });
   door.refuses("eps", [](auto& args) { args.eps = -1; });
   door.workspace = DeviceBuffer<std::byte>(64, door.walk.path.device);
@@ -352,7 +349,7 @@ void refuses_what_both_forbid(Door<GpuLayer>& door) {
 TEST_F(CudaLayer, RefusesWhatTheContractForbids) {
   Door<DeltaLayerOnGpu> delta({4, 2, 32, 16, 1});
   delta.refuses("qkv aligned to 16 bytes", [](auto& args) { args.qkv += 1; });
-  delta.refuses("multiple of 16 bytes for qkv", [](auto& args) { args.qkv_stride += 1; });
+  delta.refuses("qkv_stride of a multiple of 8 elements", [](auto& args) { args.qkv_stride += 1; });
   delta.refuses("null", [](auto& args) { args.b = nullptr; });
   delta.refuses("lower bound", [](auto& args) { args.lower_bound = 1; });
   refuses_what_both_forbid(delta);
@@ -364,4 +361,3 @@ TEST_F(CudaLayer, RefusesWhatTheContractForbids) {
 
 }  // namespace
 }  // namespace replayssm::test
-#endif  // REPLAYSSM_HAS_CUDA

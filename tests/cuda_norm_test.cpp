@@ -1,5 +1,4 @@
 // The norms on a GPU.
-#ifdef REPLAYSSM_HAS_CUDA
 #include <gtest/gtest.h>
 
 #include "tests/bad_input.h"
@@ -9,7 +8,7 @@
 namespace replayssm::test {
 namespace {
 
-using CudaNorm = OnGpu;
+class CudaNorm : public CudaTest {};
 
 TEST_F(CudaNorm, RmsNormMatchesTheOracleAndTouchesOnlyItsVectors) {
   rms_norm_matches_the_oracle<CudaPath<float>>();
@@ -82,4 +81,3 @@ TEST_F(CudaNorm, RefusesWrongArguments) {
 
 }  // namespace
 }  // namespace replayssm::test
-#endif  // REPLAYSSM_HAS_CUDA

@@ -17,34 +17,39 @@ inline constexpr PackPlace kPlaceOf = kForm == ConvForm::kFast ? PackPlace::kAli
 
 enum class RowKind { kLive, kPadding, kOutside };
 
+// What a row's numbers must lie within, and where one that does not is reported.
+struct ConvLimits {
+  int64_t slots = 0;
+  int64_t checkpoints = -1;  // below 0: checkpoints are not looked at,
+  int window = -1;           // nor whether a history is longer than the state's window
+  const char* op = nullptr;
+  CudaFault* fault = nullptr;
+};
+
 // What a row says, loaded in one go.
 struct ConvRow {
   int32_t slot = kPaddingSlot;
   int32_t checkpoint_in = 0, checkpoint_out = 0;
-  int64_t position = 0;  // of its first token
+  int32_t history = 0;
+  int64_t base = 0;
 
   __device__ ConvRow() {}
-  // `checkpoints` of the pool; below 0: not looked at.
-  __device__ ConvRow(const StateRows& rows, int row, int64_t checkpoints) : slot(rows.slot[row]) {
-    const int64_t base = rows.base[row];
-    const int32_t history = rows.history[row];
-    if (checkpoints >= 0) {
-      checkpoint_in = rows.checkpoint_in[row];
-      checkpoint_out = rows.checkpoint_out[row];
-    }
-    position = base + history;
+  __device__ ConvRow(const StateRows& rows, int b, const ConvLimits& limits)
+      : slot(rows.slot[b]), history(rows.history[b]), base(rows.base[b]) {
+    if (limits.checkpoints < 0) return;
+    checkpoint_in = rows.checkpoint_in[b];
+    checkpoint_out = rows.checkpoint_out[b];
   }
 
-  // Reports the row, number `row`, if it lies outside the pool and this thread is its reporter.
-  __device__ RowKind kind(int64_t slots, int64_t checkpoints, bool is_reporter, const char* op, int row,
-                          CudaFault* fault) const {
+  // Reports the row, number `b`, if it lies outside the pool and this thread is its reporter.
+  __device__ RowKind kind(const ConvLimits& limits, int b, bool is_reporter) const {
     if (slot == kPaddingSlot) return RowKind::kPadding;
-    bool is_inside = slot >= 0 && slot < slots;
-    if (checkpoints >= 0)
-      is_inside = is_inside && checkpoint_in >= 0 && checkpoint_in < checkpoints && checkpoint_out >= 0 &&
-                  checkpoint_out < checkpoints;
+    bool is_inside = slot >= 0 && slot < limits.slots && base >= 0 && history >= 0;
+    if (limits.checkpoints >= 0)
+      is_inside = is_inside && history <= limits.window && checkpoint_in >= 0 && checkpoint_in < limits.checkpoints &&
+                  checkpoint_out >= 0 && checkpoint_out < limits.checkpoints;
     if (is_inside) return RowKind::kLive;
-    if (is_reporter) report_fault(fault, op, row, slot, checkpoint_in, checkpoint_out);
+    if (is_reporter) report_fault(limits.fault, limits.op, b, slot, checkpoint_in, checkpoint_out);
     return RowKind::kOutside;
   }
 };
@@ -105,7 +110,7 @@ struct ConvWindow {
   __device__ ConvWindow(const BasicConv1d<T, Out>& args, const ConvRow& row, int channel)
       : inputs(args.state.window + static_cast<int64_t>(row.slot) * args.state.capacity * args.state.channels +
                channel),
-        position(row.position) {
+        position(row.base + row.history) {
     // A division of 64-bit words takes the time of all else that a thread does.
     const auto capacity = static_cast<uint32_t>(args.state.capacity);
     next = position < int64_t{1} << 32 ? static_cast<int>(static_cast<uint32_t>(position) % capacity)
@@ -157,7 +162,7 @@ __device__ inline Pack<Out> output_without_window(RowKind kind) {
 // what keeps enough bytes on their way.
 template <int kRows, ConvForm kForm, typename T, typename Out>
 __device__ inline void convolve_rows(const BasicConv1d<T, Out>& args, const ConvChannels<kForm>& channels,
-                                     int first_row, int64_t checkpoints, const char* op, CudaFault* fault) {
+                                     int first_row, const ConvLimits& limits) {
   constexpr int kTaps = kTapsOf<kForm>;
   const int rows = args.rows.count - first_row;
   Pack<T> inputs[kRows][kTaps];
@@ -168,12 +173,12 @@ __device__ inline void convolve_rows(const BasicConv1d<T, Out>& args, const Conv
   for (int r = 0; r < kRows; ++r) {
     if (r >= rows) continue;
     inputs[r][kTaps - 1] = load_input(args, channels, first_row + r);
-    row[r] = ConvRow(args.rows, first_row + r, checkpoints);
+    row[r] = ConvRow(args.rows, first_row + r, limits);
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (r >= rows) continue;
-    kinds[r] = row[r].kind(args.state.slots, checkpoints, channels.channel == 0, op, first_row + r, fault);
+    kinds[r] = row[r].kind(limits, first_row + r, channels.channel == 0);
     if (kinds[r] != RowKind::kLive) continue;
     const ConvWindow<T> window(args, row[r], channels.channel);
     load_history(args, channels, window, first_row + r, first_row + r, inputs[r]);

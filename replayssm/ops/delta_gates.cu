@@ -1,18 +1,23 @@
 // The gates of the delta rule as an op of its own on the GPU.
-#include "replayssm/core/cuda_launch.cuh"
 #include "replayssm/ops/checks.h"
 #include "replayssm/ops/gates.cuh"
+#include "replayssm/ops/launch.cuh"
 
 namespace replayssm {
 namespace {
 
-// Grid: one dimension over gate_threads(args).
 template <typename T>
-__global__ __launch_bounds__(kTileThreads) void delta_gates_kernel(const __grid_constant__ BasicDeltaGates<T> args,
-                                                                   DeltaGateTiles tiles) {
-  wait_for_earlier_work();
-  let_later_work_start();
-  make_gates(args, tiles, static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x);
+struct GatesArgs {
+  BasicDeltaGates<T> gates;
+  DeltaGateTiles tiles;
+};
+
+// Grid: one dimension over gate_threads(args.gates).
+template <typename T>
+__global__ __launch_bounds__(kTileThreads) void delta_gates_kernel(const __grid_constant__ GatesArgs<T> args) {
+  wait_for_previous();
+  let_next_start();
+  make_gates(args.gates, args.tiles, static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x);
 }
 
 }  // namespace
@@ -26,8 +31,9 @@ void delta_gates(const BasicDeltaGates<T>& args, CudaDevice& device) {
   const int64_t threads = gate_threads(args);
   require(threads < int64_t{1} << 31, "delta_gates: expected fewer than 2^31 packs of gates, got {}", threads);
   if (threads == 0) return;
-  launch_overlapped("delta_gates", delta_gates_kernel<T>, ceiling_quotient(threads, kTileThreads), kTileThreads, device,
-                    args, gate_tiles(args));
+  const GatesArgs<T> launched = {args, gate_tiles(args)};
+  launch("delta_gates", delta_gates_kernel<T>, dim3(static_cast<unsigned>(ceiling_quotient(threads, kTileThreads))),
+         kTileThreads, 0, launched, device, Launch::kOverlapping);
 }
 
 template void delta_gates(const BasicDeltaGates<float>&, CudaDevice&);

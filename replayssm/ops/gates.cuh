@@ -73,13 +73,13 @@ __device__ inline void make_gates(const BasicDeltaGates<T>& args, DeltaGateTiles
   if (thread >= packs) {
     const auto index = static_cast<uint32_t>(thread - packs);
     const uint32_t token = index / args.heads, head = index % args.heads;
-    if (token < args.tokens) args.beta[index] = sigmoid(value_of(args.b[token * args.b_stride + head]));
+    if (token < args.tokens) args.beta[index] = sigmoid(to_number(args.b[token * args.b_stride + head]));
   } else if (args.gate_size > 1) {
     make_gate_pack(args, tiles, static_cast<uint32_t>(thread));
   } else {
     const auto index = static_cast<uint32_t>(thread);
     const uint32_t token = index / args.heads, head = index % args.heads;
-    const float x[1] = {value_of(args.a[token * args.a_stride + head]) + args.dt_bias[head]};
+    const float x[1] = {to_number(args.a[token * args.a_stride + head]) + args.dt_bias[head]};
     float g[1];
     delta_gates_of(x, expf(args.a_log[head]), args.lower_bound, g);
     args.g[index] = g[0];
@@ -91,7 +91,7 @@ __device__ inline void make_gates(const BasicMamba2Gates<T>& args, Mamba2GateTil
   const auto index = static_cast<uint32_t>(thread);
   const uint32_t token = index / args.heads, head = index % args.heads;
   if (token >= args.tokens) return;
-  const float u = value_of(args.dt[token * args.dt_stride + head]) + args.dt_bias[head];
+  const float u = to_number(args.dt[token * args.dt_stride + head]) + args.dt_bias[head];
   float dt = softplus(u);
   // Comparisons, not fminf and fmaxf: those drop a NaN.
   if (dt < args.time_step_min) dt = args.time_step_min;

@@ -1,76 +1,83 @@
 // A layer's step on the GPU: convolution and gates in one launch, the state's own kernel, the gated norm in another.
 #include "replayssm/ops/layer_step.h"
 
-#include <type_traits>
+#include <initializer_list>
 
-#include "replayssm/core/cuda_launch.cuh"
 #include "replayssm/ops/checks.h"
 #include "replayssm/ops/conv1d.cuh"
 #include "replayssm/ops/gates.cuh"
+#include "replayssm/ops/launch.cuh"
 #include "replayssm/ops/norm.cuh"
 #include "replayssm/ops/ring.h"
 
 namespace replayssm {
 namespace {
 
-constexpr int kMostTokens = 16;   // a row
 constexpr int kWindowTokens = 4;  // of a row, that a thread loads together
 
-// What a block of layer_prepare_kernel works on.
-struct PrepareBlocks {
-  uint32_t gates = 0;     // blocks
-  uint32_t interval = 1;  // of blocks, the first of which is one of the gates
-  int tiles = 0;          // of the convolution's channels
-  int64_t checkpoints = 0;
+template <typename T, typename Gates, typename GateTiles>
+struct PrepareArgs {
+  BasicConv1d<T, T> conv;
+  ConvLimits limits;
+  int tiles;  // of the convolution's channels
+  Gates gates;
+  GateTiles gate_tiles;
+  uint32_t gate_blocks;
+  uint32_t interval;  // of blocks, the first of which is one of the gates
 };
 
-// Grid: blocks.gates blocks of gates, spread among the convolution's so that arithmetic and memory overlap; of those a
+// Grid: gate_blocks blocks of gates, spread among the convolution's so that arithmetic and memory overlap; of those a
 // tile of channels and kRows rows each, or with kRows = 0 a row of several tokens. Blocks of kTileThreads threads; a
 // thread owns a pack of channels, or of gates.
 template <int kRows, typename T, typename Gates, typename GateTiles>
-__global__ __launch_bounds__(kTileThreads) void layer_prepare_kernel(const __grid_constant__ BasicConv1d<T, T> conv,
-                                                                     const __grid_constant__ Gates gates,
-                                                                     GateTiles gate_tiles, PrepareBlocks blocks,
-                                                                     const char* op, CudaFault* fault) {
-  const uint32_t earlier_gates = min(blocks.gates, (blockIdx.x + blocks.interval - 1) / blocks.interval);
-  if (earlier_gates < blocks.gates && blockIdx.x % blocks.interval == 0) {
-    wait_for_earlier_work();
-    let_later_work_start();
-    make_gates(gates, gate_tiles, static_cast<int64_t>(earlier_gates) * kTileThreads + threadIdx.x);
+__global__ __launch_bounds__(kTileThreads) void layer_prepare_kernel(
+    const __grid_constant__ PrepareArgs<T, Gates, GateTiles> args) {
+  const uint32_t earlier_gates = min(args.gate_blocks, (blockIdx.x + args.interval - 1) / args.interval);
+  if (earlier_gates < args.gate_blocks && blockIdx.x % args.interval == 0) {
+    wait_for_previous();
+    let_next_start();
+    make_gates(args.gates, args.gate_tiles, static_cast<int64_t>(earlier_gates) * kTileThreads + threadIdx.x);
     return;
   }
+  const BasicConv1d<T, T>& conv = args.conv;
   const int block = static_cast<int>(blockIdx.x - earlier_gates);
-  const int group = block / blocks.tiles;
-  const int channel = (block % blocks.tiles * kTileThreads + static_cast<int>(threadIdx.x)) * kPackSize;
+  const int group = block / args.tiles;
+  const int channel = (block % args.tiles * kTileThreads + static_cast<int>(threadIdx.x)) * kPackSize;
   if (channel >= conv.state.channels) return;
   const ConvChannels<ConvForm::kFast> channels(conv, channel);
-  wait_for_earlier_work();
-  let_later_work_start();
+  wait_for_previous();
+  let_next_start();
   if constexpr (kRows > 0) {
-    convolve_rows<kRows>(conv, channels, group * kRows, blocks.checkpoints, op, fault);
+    convolve_rows<kRows>(conv, channels, group * kRows, args.limits);
   } else {
-    const ConvRow row(conv.rows, group, blocks.checkpoints);
-    const RowKind kind = row.kind(conv.state.slots, blocks.checkpoints, channel == 0, op, group, fault);
+    const ConvRow row(conv.rows, group, args.limits);
+    const RowKind kind = row.kind(args.limits, group, channel == 0);
     const int64_t begin = static_cast<int64_t>(group) * conv.tokens_per_row;
     convolve_tokens<kWindowTokens, ConvAppend::kYes>(conv, channels, row, kind, begin, begin,
                                                      begin + conv.tokens_per_row);
   }
 }
 
-template <typename T, typename Gates>
-void launch_prepare(const char* op, const BasicConv1d<T, T>& conv, const Gates& gates, int64_t checkpoints,
+template <typename T, typename State, typename Gates>
+void launch_prepare(const char* op, const BasicConv1d<T, T>& conv, const State& state, const Gates& gates,
                     const LayerPlan& plan, CudaDevice& device) {
-  const int64_t total = plan.conv_blocks + plan.gate_blocks;
-  const PrepareBlocks blocks = {.gates = static_cast<uint32_t>(plan.gate_blocks),
-                                .interval = static_cast<uint32_t>(total / plan.gate_blocks),
-                                .tiles = conv_tiles(conv.state.channels),
-                                .checkpoints = checkpoints};
-  const auto tiles = gate_tiles(gates);
-  using GateTiles = std::remove_const_t<decltype(tiles)>;
+  using GateTiles = decltype(gate_tiles(gates));
+  const int64_t blocks = plan.conv_blocks + plan.gate_blocks;
+  const PrepareArgs<T, Gates, GateTiles> args = {.conv = conv,
+                                                 .limits = {.slots = state.slots,
+                                                            .checkpoints = state.checkpoints,
+                                                            .window = state.window,
+                                                            .op = op,
+                                                            .fault = device.fault()},
+                                                 .tiles = conv_tiles(conv.state.channels),
+                                                 .gates = gates,
+                                                 .gate_tiles = gate_tiles(gates),
+                                                 .gate_blocks = static_cast<uint32_t>(plan.gate_blocks),
+                                                 .interval = static_cast<uint32_t>(blocks / plan.gate_blocks)};
   const auto kernel = conv.tokens_per_row > 1        ? layer_prepare_kernel<0, T, Gates, GateTiles>
                       : plan.conv_rows_a_thread == 2 ? layer_prepare_kernel<2, T, Gates, GateTiles>
                                                      : layer_prepare_kernel<1, T, Gates, GateTiles>;
-  launch_overlapped(op, kernel, total, kTileThreads, device, conv, gates, tiles, blocks, op, device.fault());
+  launch(op, kernel, dim3(check_blocks(op, blocks)), kTileThreads, 0, args, device, Launch::kOverlapping);
 }
 
 // The arrays between the launches.
@@ -112,20 +119,20 @@ struct Mamba2Arrays {
   size_t bytes;
 };
 
-struct NamedStride {
+struct TokenWidth {
   const char* name;
   int64_t stride;
-  int64_t elements;  // of a token
+  int64_t elements;
 };
 
 // What the two steps' doors have in common. Returns the number of tokens.
 template <typename State>
-int64_t check_tokens(const char* op, const State& state, const StateRows& rows, int tokens_per_row) {
+int64_t check_tokens(const char* op, const State& state, const StateRows& rows, int tokens_per_row, int key_size) {
   check_shape(state.shape);
+  check_cuda_sizes(op, "key size", key_size, rows.count);
   check_ring(op, state.window, state.capacity);
   check_window(op, tokens_per_row, state.window, state.capacity);
-  require(tokens_per_row <= kMostTokens, "{}: expected 1 to {} tokens a row, got {}", op, kMostTokens, tokens_per_row);
-  require(rows.count >= 0, "{}: expected rows >= 0, got {}", op, rows.count);
+  check_cuda_window(op, state.window, tokens_per_row);
   return int64_t{rows.count} * tokens_per_row;
 }
 
@@ -142,23 +149,15 @@ void check_step(const char* op, const BasicConv1dState<T>& conv, const State& st
           conv.capacity);
   require(conv.slots == state.slots, "{}: expected a convolution's window for each of {} slots, got {}", op,
           state.slots, conv.slots);
-  require(!has_null({conv.window, rows.slot, rows.base, rows.history, rows.checkpoint_in, rows.checkpoint_out}),
-          "{}: expected the convolution's window and the rows' slots, bases, histories and checkpoints, got a null "
-          "pointer",
-          op);
+  require(!has_null({rows.slot, rows.base, rows.history, rows.checkpoint_in, rows.checkpoint_out}),
+          "{}: expected the rows' slots, bases, histories and checkpoints, got a null pointer", op);
+  check_pointers(op, {{"the convolution's window", conv.window}});
 }
 
-void check_strides(const char* op, std::initializer_list<NamedStride> strides) {
-  for (const NamedStride& stride : strides)
-    require(stride.stride >= stride.elements, "{}: expected a stride of at least {} elements for {}, got {}", op,
-            stride.elements, stride.name, stride.stride);
-}
-
-void check_stride_alignment(const char* op, size_t element_bytes, std::initializer_list<NamedStride> strides) {
-  for (const NamedStride& stride : strides)
-    require(stride.stride * element_bytes % 16 == 0,
-            "{}: expected a stride of a multiple of 16 bytes for {}, got {} elements of {}", op, stride.name,
-            stride.stride, element_bytes);
+void check_widths(const char* op, std::initializer_list<TokenWidth> tokens) {
+  for (const TokenWidth& token : tokens)
+    require(token.stride >= token.elements, "{}: expected a stride of at least {} elements for {}, got {}", op,
+            token.elements, token.name, token.stride);
 }
 
 template <typename T>
@@ -166,27 +165,24 @@ void check_delta_step(const DeltaLayerStep<T>& args, const DeltaArrays<T>& array
   constexpr const char* kOp = "delta_layer_step";
   const DeltaShape& shape = args.state.shape;
   check_step(kOp, args.conv, args.state, args.rows, args.tokens_per_row, arrays.channels);
-  require(!has_null({args.qkv, args.z, args.a, args.b, args.conv_weight, args.a_log, args.dt_bias, args.norm_weight,
-                     args.out}),
-          "delta_layer_step: expected qkv, z, a, b, the weights and out, got a null pointer");
-  const int64_t values = int64_t{shape.heads} * shape.value_size, gates = int64_t{shape.heads} * shape.gate_size;
-  check_strides(kOp, {{"qkv", args.qkv_stride, arrays.channels},
-                      {"z", args.z_stride, values},
-                      {"a", args.a_stride, gates},
-                      {"b", args.b_stride, shape.heads},
-                      {"out", args.out_stride, values}});
-  check_stride_alignment(kOp, sizeof(T),
-                         {{"qkv", args.qkv_stride, 0}, {"z", args.z_stride, 0}, {"out", args.out_stride, 0}});
-  check_alignment(kOp, 16,
-                  {{"qkv", args.qkv},
-                   {"z", args.z},
-                   {"out", args.out},
-                   {"the convolution's window", args.conv.window},
-                   {"conv_weight", args.conv_weight},
-                   {"conv_bias", args.conv_bias},
-                   {"norm_weight", args.norm_weight}});
+  check_pointers(kOp, {{"qkv", args.qkv},
+                       {"z", args.z},
+                       {"conv_weight", args.conv_weight},
+                       {"norm_weight", args.norm_weight},
+                       {"out", args.out}});
+  check_alignment(kOp, 16, {{"conv_bias", args.conv_bias}});
+  require(!has_null({args.a, args.b, args.a_log, args.dt_bias}),
+          "delta_layer_step: expected a, b, a_log and dt_bias, got a null pointer");
   check_alignment(kOp, sizeof(T), {{"a", args.a}, {"b", args.b}});
   check_alignment(kOp, sizeof(float), {{"a_log", args.a_log}, {"dt_bias", args.dt_bias}});
+  const int64_t values = int64_t{shape.heads} * shape.value_size, gates = int64_t{shape.heads} * shape.gate_size;
+  check_widths(kOp, {{"qkv", args.qkv_stride, arrays.channels},
+                     {"z", args.z_stride, values},
+                     {"a", args.a_stride, gates},
+                     {"b", args.b_stride, shape.heads},
+                     {"out", args.out_stride, values}});
+  check_strides(kOp, sizeof(T),
+                {{"qkv_stride", args.qkv_stride}, {"z_stride", args.z_stride}, {"out_stride", args.out_stride}});
   require(args.lower_bound <= 0, "delta_layer_step: expected a lower bound <= 0, got {}", args.lower_bound);
   require(args.eps >= 0, "delta_layer_step: expected eps >= 0, got {}", args.eps);
   check_workspace(kOp, workspace, arrays.bytes);
@@ -197,25 +193,22 @@ void check_mamba2_step(const Mamba2LayerStep<T>& args, const Mamba2Arrays<T>& ar
   constexpr const char* kOp = "mamba2_layer_step";
   const Mamba2Shape& shape = args.state.shape;
   check_step(kOp, args.conv, args.state, args.rows, args.tokens_per_row, arrays.channels);
-  require(!has_null({args.xbc, args.z, args.dt, args.conv_weight, args.heads.a_log, args.dt_bias, args.norm_weight,
-                     args.out}),
-          "mamba2_layer_step: expected xbc, z, dt, the weights and out, got a null pointer");
-  check_strides(kOp, {{"xbc", args.xbc_stride, arrays.channels},
-                      {"z", args.z_stride, arrays.inner},
-                      {"dt", args.dt_stride, shape.heads},
-                      {"out", args.out_stride, arrays.inner}});
-  check_stride_alignment(kOp, sizeof(T),
-                         {{"xbc", args.xbc_stride, 0}, {"z", args.z_stride, 0}, {"out", args.out_stride, 0}});
-  check_alignment(kOp, 16,
-                  {{"xbc", args.xbc},
-                   {"z", args.z},
-                   {"out", args.out},
-                   {"the convolution's window", args.conv.window},
-                   {"conv_weight", args.conv_weight},
-                   {"conv_bias", args.conv_bias},
-                   {"norm_weight", args.norm_weight}});
+  check_pointers(kOp, {{"xbc", args.xbc},
+                       {"z", args.z},
+                       {"conv_weight", args.conv_weight},
+                       {"norm_weight", args.norm_weight},
+                       {"out", args.out}});
+  check_alignment(kOp, 16, {{"conv_bias", args.conv_bias}});
+  require(!has_null({args.dt, args.heads.a_log, args.dt_bias}),
+          "mamba2_layer_step: expected dt, a_log and dt_bias, got a null pointer");
   check_alignment(kOp, sizeof(T), {{"dt", args.dt}});
   check_alignment(kOp, sizeof(float), {{"a_log", args.heads.a_log}, {"d", args.heads.d}, {"dt_bias", args.dt_bias}});
+  check_widths(kOp, {{"xbc", args.xbc_stride, arrays.channels},
+                     {"z", args.z_stride, arrays.inner},
+                     {"dt", args.dt_stride, shape.heads},
+                     {"out", args.out_stride, arrays.inner}});
+  check_strides(kOp, sizeof(T),
+                {{"xbc_stride", args.xbc_stride}, {"z_stride", args.z_stride}, {"out_stride", args.out_stride}});
   require(args.time_step_min >= 0 && args.time_step_min <= args.time_step_max,
           "mamba2_layer_step: expected 0 <= time_step_min <= time_step_max, got {} and {}", args.time_step_min,
           args.time_step_max);
@@ -239,7 +232,7 @@ size_t layer_workspace_bytes(const Mamba2Shape& shape, int64_t tokens) {
 template <typename T>
 void delta_layer_step(const DeltaLayerStep<T>& args, CudaDevice& device, std::span<std::byte> workspace) {
   const DeltaShape& shape = args.state.shape;
-  const int64_t tokens = check_tokens("delta_layer_step", args.state, args.rows, args.tokens_per_row);
+  const int64_t tokens = check_tokens("delta_layer_step", args.state, args.rows, args.tokens_per_row, shape.key_size);
   if (tokens == 0) return;
   const DeltaArrays<T> arrays(shape, tokens, workspace.data());
   check_delta_step(args, arrays, workspace);
@@ -266,7 +259,7 @@ void delta_layer_step(const DeltaLayerStep<T>& args, CudaDevice& device, std::sp
                                     .lower_bound = args.lower_bound,
                                     .g = arrays.g,
                                     .beta = arrays.beta};
-  launch_prepare("delta_layer_step", conv, gates, args.state.checkpoints, plan, device);
+  launch_prepare("delta_layer_step", conv, args.state, gates, plan, device);
 
   const int64_t keys = int64_t{shape.key_heads} * shape.key_size;
   const BasicDeltaDecode<T, float> decode = {.state = args.state,
@@ -305,7 +298,8 @@ void delta_layer_step(const DeltaLayerStep<T>& args, CudaDevice& device, std::sp
 template <typename T>
 void mamba2_layer_step(const Mamba2LayerStep<T>& args, CudaDevice& device, std::span<std::byte> workspace) {
   const Mamba2Shape& shape = args.state.shape;
-  const int64_t tokens = check_tokens("mamba2_layer_step", args.state, args.rows, args.tokens_per_row);
+  const int64_t tokens =
+      check_tokens("mamba2_layer_step", args.state, args.rows, args.tokens_per_row, shape.state_size);
   if (tokens == 0) return;
   const Mamba2Arrays<T> arrays(shape, tokens, workspace.data());
   check_mamba2_step(args, arrays, workspace);
@@ -328,7 +322,7 @@ void mamba2_layer_step(const Mamba2LayerStep<T>& args, CudaDevice& device, std::
                                      .time_step_min = args.time_step_min,
                                      .time_step_max = args.time_step_max,
                                      .out = arrays.dt};
-  launch_prepare("mamba2_layer_step", conv, gates, args.state.checkpoints, plan, device);
+  launch_prepare("mamba2_layer_step", conv, args.state, gates, plan, device);
 
   const BasicMamba2Decode<T, float> decode = {
       .state = args.state,

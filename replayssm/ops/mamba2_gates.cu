@@ -1,7 +1,7 @@
 // The gates of Mamba-2 as an op of its own on the GPU.
-#include "replayssm/core/cuda_launch.cuh"
 #include "replayssm/ops/checks.h"
 #include "replayssm/ops/gates.cuh"
+#include "replayssm/ops/launch.cuh"
 
 namespace replayssm {
 namespace {
@@ -9,8 +9,8 @@ namespace {
 // Grid: one dimension over gate_threads(args).
 template <typename T>
 __global__ __launch_bounds__(kTileThreads) void mamba2_gates_kernel(const __grid_constant__ BasicMamba2Gates<T> args) {
-  wait_for_earlier_work();
-  let_later_work_start();
+  wait_for_previous();
+  let_next_start();
   make_gates(args, Mamba2GateTiles(), static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x);
 }
 
@@ -24,8 +24,8 @@ void mamba2_gates(const BasicMamba2Gates<T>& args, CudaDevice& device) {
   const int64_t threads = gate_threads(args);
   require(threads < int64_t{1} << 31, "mamba2_gates: expected fewer than 2^31 gates, got {}", threads);
   if (threads == 0) return;
-  launch_overlapped("mamba2_gates", mamba2_gates_kernel<T>, ceiling_quotient(threads, kTileThreads), kTileThreads,
-                    device, args);
+  launch("mamba2_gates", mamba2_gates_kernel<T>, dim3(static_cast<unsigned>(ceiling_quotient(threads, kTileThreads))),
+         kTileThreads, 0, args, device, Launch::kOverlapping);
 }
 
 template void mamba2_gates(const BasicMamba2Gates<float>&, CudaDevice&);

@@ -1,20 +1,29 @@
 // The norms as ops of their own on the GPU: one kernel in three forms.
 #include "replayssm/ops/norm.cuh"
 
-#include "replayssm/core/cuda_launch.cuh"
 #include "replayssm/ops/checks.h"
-#include "replayssm/ops/rows.h"
+#include "replayssm/ops/launch.cuh"
 
 namespace replayssm {
 namespace {
+
+template <typename X, typename Z, typename Out>
+struct NormArgs {
+  NormVectors<X, Z, Out> vectors;
+  int warps;  // a vector
+  PackPlace place;
+  float inverse_size;
+};
 
 // Grid: one dimension over vectors. Blocks of `warps` warps that share a vector, or of kTileThreads threads of which
 // kLanes neighbours share one. A thread owns a pack.
 template <NormForm kForm, int kLanes, typename X, typename Z, typename Out>
 __global__ __launch_bounds__(kLanes == 32 ? 1024 : kTileThreads) void rms_norm_kernel(
-    const __grid_constant__ NormVectors<X, Z, Out> args, int warps, PackPlace place, float inverse_size) {
+    const __grid_constant__ NormArgs<X, Z, Out> launched) {
   __shared__ float partial[32];
-  const int lanes = kLanes * warps;
+  const NormVectors<X, Z, Out>& args = launched.vectors;
+  const PackPlace place = launched.place;
+  const int lanes = kLanes * launched.warps;
   const uint32_t vector = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
   const int first = static_cast<int>(threadIdx.x % lanes) * kPackSize, count = args.size - first;
   const uint32_t token = vector / args.heads;
@@ -23,8 +32,8 @@ __global__ __launch_bounds__(kLanes == 32 ? 1024 : kTileThreads) void rms_norm_k
   float weight[kPackSize];
   if (is_there)
     load_constants(args.weight + static_cast<int64_t>(head) * args.weight_head_stride + first, place, count, weight);
-  wait_for_earlier_work();
-  let_later_work_start();
+  wait_for_previous();
+  let_next_start();
 
   Pack<X> x = zero_pack<X>();
   Pack<Z> z = zero_pack<Z>();
@@ -42,9 +51,9 @@ __global__ __launch_bounds__(kLanes == 32 ? 1024 : kTileThreads) void rms_norm_k
     if constexpr (kForm == NormForm::kGateFirst) values[i] = values[i] * silu(element(z, i));
   }
   float squares = sum_of_squares(values);
-  squares = kLanes == 32 ? sum_block(squares, warps, partial) : sum_lanes<kLanes>(squares);
+  squares = kLanes == 32 ? sum_block(squares, launched.warps, partial) : sum_lanes<kLanes>(squares);
   if (!is_there) return;
-  const float factor = inverse_rms(squares, inverse_size, args.eps);
+  const float factor = inverse_rms(squares, launched.inverse_size, args.eps);
 #pragma unroll
   for (int i = 0; i < kPackSize; ++i) {
     if constexpr (kForm == NormForm::kPlain) {
@@ -89,10 +98,10 @@ void check_size_on_gpu(const char* op, int64_t size) {
 template <NormForm kForm, typename X, typename Z, typename Out>
 void launch_norm(const char* op, const NormVectors<X, Z, Out>& args, CudaDevice& device) {
   const NormTiles tiles = norm_tiles(args.size);
-  const int64_t blocks = ceiling_quotient(args.tokens * args.heads, tiles.vectors_a_block);
+  const auto blocks = static_cast<unsigned>(ceiling_quotient(args.tokens * args.heads, tiles.vectors_a_block));
   const auto kernel = tiles.lanes == 16 ? rms_norm_kernel<kForm, 16, X, Z, Out> : rms_norm_kernel<kForm, 32, X, Z, Out>;
-  launch_overlapped(op, kernel, blocks, tiles.threads, device, args, tiles.warps, place_of(args),
-                    1.0f / static_cast<float>(args.size));
+  const NormArgs<X, Z, Out> launched = {args, tiles.warps, place_of(args), 1.0f / static_cast<float>(args.size)};
+  launch(op, kernel, dim3(blocks), tiles.threads, 0, launched, device, Launch::kOverlapping);
 }
 
 template <typename X, typename Out>

@@ -2,14 +2,10 @@
 // that several kernels share. Accurate to a few units in the last place; a NaN stays one.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
-#include "replayssm/core/bf16.h"
-#include "replayssm/core/fp16.h"
+#include "replayssm/ops/rows.cuh"
 #include "replayssm/ops/tiles.h"
 
 namespace replayssm {
@@ -133,7 +129,7 @@ __device__ inline void store_pack(const Pack<T>& pack, T* to, PackPlace place, i
   }
 }
 
-// Constants of the layer, which may be loaded before wait_for_earlier_work. As volatile loads they stay there: the
+// Constants of the layer, which may be loaded before wait_for_previous. As volatile loads they stay there: the
 // compiler moves others behind the wait.
 __device__ inline void load_constants(const float* from, PackPlace place, int count, float (&values)[kPackSize]) {
   if (place == PackPlace::kAligned) {
@@ -147,17 +143,6 @@ __device__ inline void load_constants(const float* from, PackPlace place, int co
   }
 #pragma unroll
   for (int i = 0; i < kPackSize; ++i) values[i] = i < count ? from[i] : 0.0f;
-}
-
-// One element.
-__device__ inline float value_of(float x) {
-  return x;
-}
-__device__ inline float value_of(Bf16 x) {
-  return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
-}
-__device__ inline float value_of(Fp16 x) {
-  return __half2float(__ushort_as_half(x.bits));
 }
 
 // 1 / x for x >= 1; 0 where that is below FP32's normal numbers.
