@@ -334,8 +334,8 @@ void refuses_what_both_forbid(Door<GpuLayer>& door) {
     args.state.capacity = 40;
   });
   door.refuses("z aligned to 16 bytes", [](auto& args) { args.z += 1; });
-  door.refuses("z_stride of a multiple of 8 elements", [](auto& args) { args.z_stride += 4; });
-  door.refuses("stride of at least", [](auto& args) { args.z_stride = 8; });
+  door.refuses("z_stride of at least", [](auto& args) { args.z_stride += 4; });
+  door.refuses("got 8", [](auto& args) { args.z_stride = 8; });
   door.refuses("out aligned to 16 bytes", [](auto& args) { args.out += 2; });
   door.refuses("norm_weight aligned to 16 bytes", [](auto& args) { args.norm_weight += 1; });
   door.refuses("conv_weight aligned to 16 bytes", [](auto& args) { args.conv_weight += 1; });
@@ -349,7 +349,7 @@ void refuses_what_both_forbid(Door<GpuLayer>& door) {
 TEST_F(CudaLayer, RefusesWhatTheContractForbids) {
   Door<DeltaLayerOnGpu> delta({4, 2, 32, 16, 1});
   delta.refuses("qkv aligned to 16 bytes", [](auto& args) { args.qkv += 1; });
-  delta.refuses("qkv_stride of a multiple of 8 elements", [](auto& args) { args.qkv_stride += 1; });
+  delta.refuses("qkv_stride of at least", [](auto& args) { args.qkv_stride += 1; });
   delta.refuses("null", [](auto& args) { args.b = nullptr; });
   delta.refuses("lower bound", [](auto& args) { args.lower_bound = 1; });
   refuses_what_both_forbid(delta);

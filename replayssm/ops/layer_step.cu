@@ -1,8 +1,6 @@
 // A layer's step on the GPU: convolution and gates in one launch, the state's own kernel, the gated norm in another.
 #include "replayssm/ops/layer_step.h"
 
-#include <initializer_list>
-
 #include "replayssm/ops/checks.h"
 #include "replayssm/ops/conv1d.cuh"
 #include "replayssm/ops/gates.cuh"
@@ -119,12 +117,6 @@ struct Mamba2Arrays {
   size_t bytes;
 };
 
-struct TokenWidth {
-  const char* name;
-  int64_t stride;
-  int64_t elements;
-};
-
 // What the two steps' doors have in common. Returns the number of tokens.
 template <typename State>
 int64_t check_tokens(const char* op, const State& state, const StateRows& rows, int tokens_per_row, int key_size) {
@@ -154,12 +146,6 @@ void check_step(const char* op, const BasicConv1dState<T>& conv, const State& st
   check_pointers(op, {{"the convolution's window", conv.window}});
 }
 
-void check_widths(const char* op, std::initializer_list<TokenWidth> tokens) {
-  for (const TokenWidth& token : tokens)
-    require(token.stride >= token.elements, "{}: expected a stride of at least {} elements for {}, got {}", op,
-            token.elements, token.name, token.stride);
-}
-
 template <typename T>
 void check_delta_step(const DeltaLayerStep<T>& args, const DeltaArrays<T>& arrays, std::span<std::byte> workspace) {
   constexpr const char* kOp = "delta_layer_step";
@@ -176,13 +162,13 @@ void check_delta_step(const DeltaLayerStep<T>& args, const DeltaArrays<T>& array
   check_alignment(kOp, sizeof(T), {{"a", args.a}, {"b", args.b}});
   check_alignment(kOp, sizeof(float), {{"a_log", args.a_log}, {"dt_bias", args.dt_bias}});
   const int64_t values = int64_t{shape.heads} * shape.value_size, gates = int64_t{shape.heads} * shape.gate_size;
-  check_widths(kOp, {{"qkv", args.qkv_stride, arrays.channels},
-                     {"z", args.z_stride, values},
-                     {"a", args.a_stride, gates},
-                     {"b", args.b_stride, shape.heads},
-                     {"out", args.out_stride, values}});
   check_strides(kOp, sizeof(T),
-                {{"qkv_stride", args.qkv_stride}, {"z_stride", args.z_stride}, {"out_stride", args.out_stride}});
+                {{"qkv_stride", args.qkv_stride, arrays.channels},
+                 {"z_stride", args.z_stride, values},
+                 {"out_stride", args.out_stride, values}});
+  require(args.a_stride >= gates && args.b_stride >= shape.heads,
+          "delta_layer_step: expected strides of at least {} for a and {} for b, got {} and {}", gates, shape.heads,
+          args.a_stride, args.b_stride);
   require(args.lower_bound <= 0, "delta_layer_step: expected a lower bound <= 0, got {}", args.lower_bound);
   require(args.eps >= 0, "delta_layer_step: expected eps >= 0, got {}", args.eps);
   check_workspace(kOp, workspace, arrays.bytes);
@@ -203,12 +189,12 @@ void check_mamba2_step(const Mamba2LayerStep<T>& args, const Mamba2Arrays<T>& ar
           "mamba2_layer_step: expected dt, a_log and dt_bias, got a null pointer");
   check_alignment(kOp, sizeof(T), {{"dt", args.dt}});
   check_alignment(kOp, sizeof(float), {{"a_log", args.heads.a_log}, {"d", args.heads.d}, {"dt_bias", args.dt_bias}});
-  check_widths(kOp, {{"xbc", args.xbc_stride, arrays.channels},
-                     {"z", args.z_stride, arrays.inner},
-                     {"dt", args.dt_stride, shape.heads},
-                     {"out", args.out_stride, arrays.inner}});
   check_strides(kOp, sizeof(T),
-                {{"xbc_stride", args.xbc_stride}, {"z_stride", args.z_stride}, {"out_stride", args.out_stride}});
+                {{"xbc_stride", args.xbc_stride, arrays.channels},
+                 {"z_stride", args.z_stride, arrays.inner},
+                 {"out_stride", args.out_stride, arrays.inner}});
+  require(args.dt_stride >= shape.heads, "mamba2_layer_step: expected a stride of at least {} for dt, got {}",
+          shape.heads, args.dt_stride);
   require(args.time_step_min >= 0 && args.time_step_min <= args.time_step_max,
           "mamba2_layer_step: expected 0 <= time_step_min <= time_step_max, got {} and {}", args.time_step_min,
           args.time_step_max);
