@@ -12,7 +12,7 @@ namespace {
 constexpr float kNormEps = 1e-6f;
 constexpr int kMaxUnitValues = 128;
 // The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers.
-constexpr int kBlocks = 20;
+constexpr int kBlocks = 16;
 enum class DeltaUse { kStep, kDecode, kPrefill, kMaterialise };
 
 template <typename T>

@@ -12,7 +12,7 @@ namespace replayssm {
 namespace {
 
 // The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers.
-constexpr int kBlocks = 20;
+constexpr int kBlocks = 16;
 constexpr int kGroupWarps = 8;  // of a block that prepares a group
 
 enum class Mamba2Use { kStep, kDecode, kPrefill, kMaterialise };
