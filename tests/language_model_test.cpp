@@ -11,6 +11,7 @@
 #include "tests/allocation.h"
 #include "tests/model_rig.h"
 #include "tests/tolerance.h"
+#include "tests/walks.h"
 
 namespace replayssm {
 namespace {
@@ -29,6 +30,11 @@ const char* const kModels[] = {"qwen3_5-tiny",
                                "kimi_linear_bounded-tiny"};
 // One of each kind of block, for the tests that need no more.
 constexpr const char* kKinds[] = {"qwen3_5-tiny", "qwen3_5_moe-tiny", "nemotron_h-tiny", "kimi_linear-tiny"};
+
+// The models of the longest tests.
+std::span<const char* const> walked_models() {
+  return are_walks_short() ? std::span<const char* const>(kKinds) : std::span<const char* const>(kModels);
+}
 
 const ModelFixture& fixture(const std::string& name) {
   static std::map<std::string, std::unique_ptr<ModelFixture>> fixtures;
@@ -183,13 +189,14 @@ int32_t token_of(int number, int64_t position, int64_t vocabulary) {
   return static_cast<int32_t>(random() % vocabulary);
 }
 
-// 1000 steps of up to four rows that start at different times and lengths, leave, and come back in other places.
-void run_long(ModelRig& rig, Decoder decoder, const std::function<void(int, const std::vector<float>&)>& see) {
+// Steps of up to four rows that start at different times and lengths, leave, and come back in other places.
+void run_long(ModelRig& rig, Decoder decoder, int steps,
+              const std::function<void(int, const std::vector<float>&)>& see) {
   std::mt19937_64 random(11);
   std::vector<LongRow> rows;
   int number = 0;
   const int64_t vocabulary = rig.model.config().vocabulary;
-  for (int step = 0; step < 1000; ++step) {
+  for (int step = 0; step < steps; ++step) {
     if (rows.size() < 4 && (rows.empty() || random() % 20 == 0)) {
       LongRow row{rig.pool.allocate(1500), number++, static_cast<int64_t>(1 + random() % 60)};
       std::vector<int32_t> prompt;
@@ -214,22 +221,23 @@ void run_long(ModelRig& rig, Decoder decoder, const std::function<void(int, cons
 }
 
 TEST(LanguageModel, ExactDecodingHasTheBitsOfConventionalDecoding) {
-  for (const char* name : kModels) {
+  for (const char* name : walked_models()) {
     ModelRig conventional(fixture(name), {.threads = 2}), exact(fixture(name), {.threads = 2, .window = 7});
     std::vector<std::vector<float>> expected;
-    run_long(conventional, Decoder::kConventional,
+    const int steps = walk_length(1000);
+    run_long(conventional, Decoder::kConventional, steps,
              [&](int, const std::vector<float>& logits) { expected.push_back(logits); });
     int differing = 0;
-    run_long(exact, Decoder::kExact,
+    run_long(exact, Decoder::kExact, steps,
              [&](int step, const std::vector<float>& logits) { differing += !same_bits(logits, expected[step]); });
     EXPECT_EQ(differing, 0) << name;
-    EXPECT_GT(exact.flushes, 100);
+    EXPECT_GT(exact.flushes, steps / 10);
   }
 }
 
 // Prompts of several lengths in one step, then windows: each row's bits are those of the row alone on one thread.
 TEST(LanguageModel, ARowsBitsDependOnNeitherBatchNorPlaceNorThreads) {
-  for (const char* name : kModels) {
+  for (const char* name : walked_models()) {
     const int64_t vocabulary = fixture(name).config.vocabulary;
     const std::vector<int> lengths = {1, 17, 64, 65, 130};
     const auto tokens_of = [&](int row, int64_t begin, int64_t count) {
@@ -293,7 +301,7 @@ TEST(LanguageModel, ARowsBitsDependOnNeitherBatchNorPlaceNorThreads) {
 }
 
 TEST(LanguageModel, AnySplitOfAPromptGivesTheSameLogits) {
-  for (const char* name : kModels) {
+  for (const char* name : walked_models()) {
     const ExpectedLogits expected(name);
     for (int max_tokens : {1, 3, 64, 67, 133, 134}) {
       for (int threads : {1, 2}) {

@@ -26,6 +26,7 @@
 #include "tests/arrays.h"
 #include "tests/recurrent_rig.h"
 #include "tests/tolerance.h"
+#include "tests/walks.h"
 
 namespace replayssm::test {
 
@@ -210,22 +211,23 @@ TYPED_TEST_P(RecurrenceLaws, ErrorDoesNotGrowWithLength) {
   std::mt19937_64 random(2);
   typename TypeParam::Rig rig(shape, 3, 16, 1, device);
   auto oracle = TypeParam::oracle(shape);
-  const typename TypeParam::Inputs inputs(shape, 8192, random, -0.05f, -1e-4f);
+  const int tokens = walk_length(8192);
+  const typename TypeParam::Inputs inputs(shape, tokens, random, -0.05f, -1e-4f);
   std::vector<float> outs[3];
   std::vector<double> expected;
-  for (int t = 0; t < 8192; ++t) {
+  for (int t = 0; t < tokens; ++t) {
     const std::vector<double> token = inputs.step(oracle, t);
     const std::vector<float> step = rig.step({0}, inputs.tokens(t));
     const std::vector<float> direct = rig.decode({1}, 1, inputs.tokens(t), Readout::kDirect);
     const std::vector<float> exact = rig.decode({2}, 1, inputs.tokens(t), Readout::kExact);
     rig.commit(1, 1);
     rig.commit(2, 1);
-    if (t < 500 || (t >= 512 && t < 8180)) continue;
+    if (t < 500 || (t >= 512 && t < tokens - 12)) continue;
     expected.insert(expected.end(), token.begin(), token.end());
     append(outs[0], step);
     append(outs[1], direct);
     append(outs[2], exact);
-    if (t != 511 && t != 8191) continue;
+    if (t != 511 && t != tokens - 1) continue;
     for (int way : {0, 1}) EXPECT_LE(relative_error(outs[way], expected), kFloat32Bound) << t << " way " << way;
     EXPECT_TRUE(same_bits(outs[2], outs[0])) << t;
     expected.clear();
@@ -234,7 +236,7 @@ TYPED_TEST_P(RecurrenceLaws, ErrorDoesNotGrowWithLength) {
 }
 
 TYPED_TEST_P(RecurrenceLaws, ReplayIsExactOver10000Tokens) {
-  replay_beside_step<TypeParam>(TypeParam::shape(2, 1, 32, 8), {12, 8, 10000, 3});
+  replay_beside_step<TypeParam>(TypeParam::shape(2, 1, 32, 8), {12, 8, walk_length(10000), 3});
 }
 
 TYPED_TEST_P(RecurrenceLaws, ReplayMatchesOracleForEveryShape) {

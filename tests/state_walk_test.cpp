@@ -12,6 +12,7 @@
 #include "replayssm/state/session_file.h"
 #include "tests/bad_input.h"
 #include "tests/mini_model.h"
+#include "tests/walks.h"
 
 namespace replayssm {
 namespace {
@@ -174,10 +175,9 @@ class StateWalk {
 };
 
 TEST(StateWalk, EveryOutputIsThatOfConventionalDecoding) {
-  for (uint64_t seed = 1; seed <= 6; ++seed) {
-    constexpr int kCalls = 1000;
-    EXPECT_LT(StateWalk(seed).run(kCalls), kCalls / 2) << "too few calls did anything";
-  }
+  const int calls = test::walk_length(1000);
+  for (uint64_t seed = 1; seed <= 6; ++seed)
+    EXPECT_LT(StateWalk(seed).run(calls), calls / 2) << "too few calls did anything";
 }
 
 }  // namespace

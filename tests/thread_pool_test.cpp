@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "replayssm/core/error.h"
+#include "tests/walks.h"
 
 namespace replayssm {
 namespace {
@@ -35,11 +36,12 @@ TEST(ThreadPool, EveryIndexIsVisitedOnce) {
 TEST(ThreadPool, PlainWritesOfOneLoopAreSeenByTheNext) {
   ThreadPool pool(3);
   std::vector<int64_t> values(257, 0);
-  for (int round = 0; round < 20000; ++round)
+  const int rounds = test::walk_length(20000);
+  for (int round = 0; round < rounds; ++round)
     pool.parallel_for(257, 16, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) ++values[i];
     });
-  for (int64_t value : values) EXPECT_EQ(value, 20000);
+  for (int64_t value : values) EXPECT_EQ(value, rounds);
 }
 
 // Rounds far apart and ranges of unequal length, so that workers and the caller fall asleep and must be woken.
