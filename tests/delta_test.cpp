@@ -80,6 +80,8 @@ TEST(Delta, RefusesWhatTheContractForbids) {
     EXPECT_THROW(check_shape(bad), Error);
   DeltaStep small = {rig.state(), rig.rows({1}), inputs.tokens(), out.data()};
   EXPECT_THROW(delta_step(small, device, rig.memory.workspace().first(64)), Error);
+  small.state.form = CheckpointForm::kPlanes;
+  EXPECT_THROW(delta_step(small, device, rig.memory.workspace()), Error);
 }
 
 }  // namespace
