@@ -11,7 +11,7 @@
 namespace replayssm {
 namespace {
 
-// The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers.
+// As in delta.cu (128 heads of 64 x 128, batch 256, a step: 701 us with 20, 594 with 16).
 constexpr int kBlocks = 16;
 constexpr int kGroupWarps = 8;  // of a block that prepares a group
 

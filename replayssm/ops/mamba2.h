@@ -132,7 +132,7 @@ void mamba2_materialise(const Mamba2Materialise& args, Device& device, std::span
 // and is read when the work runs: no call depends on a cursor's value, and a captured call serves any. Types (T, Out):
 // (float, float), (Bf16, Bf16), (Bf16, float), (Fp16, Fp16), (Fp16, float); all arithmetic is FP32 whatever they are.
 // state_size: a multiple of 16, at most 128; window + tokens_per_row at most 64; tokens_per_row at most 16. Pointers
-// and strides are multiples of 16 bytes (g, beta and dt excepted), workspace may be empty. A prefill runs the step's
+// and strides are multiples of 16 bytes (dt excepted), workspace may be empty. A prefill runs the step's
 // update token by token: its outputs and state have the bits of that many steps. A row whose slot or checkpoint lies
 // outside the pool has NaN for outputs, and CudaDevice::synchronize names it.
 template <typename T, typename Out>
