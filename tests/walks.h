@@ -1,8 +1,11 @@
 // How long the tests' walks are: random ones, and the ones that look for drift.
 #pragma once
 
+#include <cstddef>
 #include <cstdlib>
+#include <span>
 #include <string_view>
+#include <vector>
 
 namespace replayssm::test {
 
@@ -18,6 +21,12 @@ inline bool are_walks_short() {
 // The length of a walk of `full` steps.
 inline int walk_length(int full) {
   return are_walks_short() ? full / kShortWalkPart : full;
+}
+
+// What a walk through a list visits: all of it, or if short the first `count`.
+template <typename T>
+std::span<const T> walked(const std::vector<T>& list, size_t count) {
+  return std::span(list).first(are_walks_short() ? count : list.size());
 }
 
 }  // namespace replayssm::test
