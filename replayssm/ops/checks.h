@@ -17,15 +17,6 @@ inline bool has_null(std::initializer_list<const void*> pointers) {
   return std::find(pointers.begin(), pointers.end(), nullptr) != pointers.end();
 }
 
-// Throws Error unless the arguments `arrays` of `op` are multiples of `alignment` bytes.
-inline void check_alignment(const char* op, size_t alignment, std::initializer_list<NamedPointer> arrays) {
-  for (const NamedPointer& array : arrays) {
-    const auto address = reinterpret_cast<uintptr_t>(array.pointer);
-    require(address % alignment == 0, "{}: expected {} aligned to {} bytes, got the address {:#x}", op, array.name,
-            alignment, address);
-  }
-}
-
 // `blocks`, as a launch takes it. Throws Error if there are too many.
 inline unsigned check_blocks(const char* op, int64_t blocks) {
   require(blocks < int64_t{1} << 31, "{}: on a GPU expected fewer than 2^31 blocks of work, got {}", op, blocks);

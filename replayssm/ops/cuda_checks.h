@@ -36,13 +36,19 @@ struct NamedPointer {
   const char* name;
   const void* pointer;
 };
+// Throws Error unless the arguments `arrays` of `op` are multiples of `alignment` bytes.
+inline void check_alignment(const char* op, size_t alignment, std::initializer_list<NamedPointer> arrays) {
+  for (const NamedPointer& array : arrays) {
+    const auto address = reinterpret_cast<uintptr_t>(array.pointer);
+    require(address % alignment == 0, "{}: expected {} aligned to {} bytes, got the address {:#x}", op, array.name,
+            alignment, address);
+  }
+}
+
 // Of arrays that are read 16 bytes at a time.
 inline void check_pointers(const char* op, std::initializer_list<NamedPointer> pointers) {
-  for (const NamedPointer& p : pointers) {
-    check_not_null(op, p.name, p.pointer);
-    require(reinterpret_cast<uintptr_t>(p.pointer) % 16 == 0, "{}: expected {} aligned to 16 bytes, got {}", op, p.name,
-            p.pointer);
-  }
+  for (const NamedPointer& p : pointers) check_not_null(op, p.name, p.pointer);
+  check_alignment(op, 16, pointers);
 }
 
 struct NamedStride {

@@ -91,10 +91,7 @@ struct DeltaUnit {
   // The rings of the key head's keys and of the head's values; record j lies position(j) records on.
   __device__ T* key_ring() const { return args.state.ring_k + key_head_records * shape().key_size; }
   __device__ T* value_ring() const { return args.state.ring_v + head_records * shape().value_size; }
-  __device__ int position(int record) const {
-    const int at = row.start + record;
-    return at < args.state.capacity ? at : at - args.state.capacity;
-  }
+  __device__ int position(int record) const { return row.position(record, args.state.capacity); }
 
   __device__ void write_out(int t, int value, float number) const {
     const int64_t index = token_head(t) * shape().value_size + value;

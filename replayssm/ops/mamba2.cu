@@ -64,10 +64,7 @@ struct Mamba2Unit {
   __device__ const Mamba2Shape& shape() const { return args.state.shape; }
   __device__ bool will_flush() const { return row.history + tokens > args.state.window; }
   __device__ bool is_first_of_group() const { return head % (shape().heads / shape().groups) == 0; }
-  __device__ int position(int record) const {
-    const int at = row.start + record;
-    return at < args.state.capacity ? at : at - args.state.capacity;
-  }
+  __device__ int position(int record) const { return row.position(record, args.state.capacity); }
   __device__ int64_t token_head(int t) const { return (first_token + t) * shape().heads + head; }
   __device__ T* b_ring() const { return args.state.ring_b + group_records * shape().state_size; }
   __device__ T* x_ring() const { return args.state.ring_x + head_records * shape().head_size; }

@@ -87,6 +87,12 @@ struct Row {
   int start;  // ring position of record 0
   int checkpoint_in, checkpoint_out;
   bool is_padding, is_outside;
+
+  // The ring position of record j.
+  __device__ int position(int j, int capacity) const {
+    const int at = start + j;
+    return at < capacity ? at : at - capacity;
+  }
 };
 
 __device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_t checkpoints, int window,

@@ -87,8 +87,8 @@ __device__ inline bool has_output() {
 }
 
 // A slice of K channels (padded) between memory, shared memory and registers. A Place says where row r of the slice
-// lies: its floats at word(r), or its halves at hi(r) and lo(r), in elements from the checkpoints' beginning; is_run if
-// its rows follow one another.
+// lies: its floats at word(r), or its halves at hi(r) and lo(r), in elements from the checkpoints' beginning. The rows
+// of a slice follow one another.
 template <int K>
 struct Slice {
   static constexpr int kQuads = K / 16;  // of a row in a lane
@@ -101,7 +101,7 @@ struct Slice {
   template <typename Place>
   __device__ static void begin_read(uint4* shared, const Place& place, const float* checkpoint, int rows, int key_size,
                                     CheckpointForm form, bool hi_alone) {
-    const bool is_whole = place.is_run && rows == kSliceRows && key_size == K;
+    const bool is_whole = rows == kSliceRows && key_size == K;
     if (form == CheckpointForm::kWords) {
       copy_rows<kWordChunks, 2>(shared, is_whole, rows, key_size / 4,
                                 [&](int row) { return reinterpret_cast<const uint4*>(checkpoint + place.word(row)); });

@@ -33,7 +33,6 @@ struct StreamArgs {
 struct HeadPlace {
   int64_t head_values;  // rows before this head's, over checkpoints and heads
   int values, first, key_size;
-  static constexpr bool is_run = true;
 
   __device__ HeadPlace(int checkpoint, int heads, int head, int of_head, int first_row, int keys)
       : head_values((static_cast<int64_t>(checkpoint) * heads + head) * of_head),
