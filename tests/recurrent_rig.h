@@ -12,6 +12,7 @@
 #include "replayssm/core/device.h"
 #include "replayssm/ops/rows.h"
 #include "tests/arrays.h"
+#include "tests/planes.h"
 #include "tests/tolerance.h"
 
 namespace replayssm::test {
@@ -41,17 +42,43 @@ class HostMemory;
 template <typename T>
 class HostArray {
  public:
-  HostArray(size_t count, HostMemory&, size_t = 0) : values_(poisoned(count)) {}
+  // plane_head_size: the words of a head of a checkpoint that is kept as planes; else 0.
+  HostArray(size_t count, HostMemory&, size_t plane_head_size = 0)
+      : plane_head_size_(plane_head_size), values_(poisoned(count)) {}
 
   size_t size() const { return values_.size(); }
-  float& operator[](size_t index) { return values_[index]; }
-  std::span<float> values() { return values_; }
-  std::span<const float> values() const { return values_; }
-  operator std::span<const float>() const { return values_; }
-  T* data() { return values_.empty() ? nullptr : values_.data(); }  // for an op, which may write it
+  float& operator[](size_t index) { return values()[index]; }
+  std::span<float> values() {
+    join();
+    is_changed_ = true;
+    return values_;
+  }
+  std::span<const float> values() const {
+    join();
+    return values_;
+  }
+  operator std::span<const float>() const { return values(); }
+
+  // For an op, which may write it.
+  T* data() {
+    if (plane_head_size_ == 0) return values_.empty() ? nullptr : values_.data();
+    if (is_changed_) planes_ = to_planes(values_, plane_head_size_);
+    is_changed_ = false;
+    is_stale_ = true;
+    return reinterpret_cast<T*>(planes_.data());
+  }
 
  private:
-  std::vector<T> values_;
+  void join() const {
+    if (is_stale_) from_planes(planes_, plane_head_size_, values_);
+    is_stale_ = false;
+  }
+
+  size_t plane_head_size_;
+  mutable std::vector<T> values_;
+  std::vector<uint16_t> planes_;
+  mutable bool is_stale_ = false;  // the values are older
+  bool is_changed_ = true;         // the planes are
 };
 
 // The CPU's memory: an op gets the arrays of a test as they are.

@@ -113,8 +113,8 @@ struct DeltaRecord {
   const float* q;       // [K] normalised and scaled; read only with `out`
   float read_scale;
   float beta;
-  float* out;        // [V] receives S q after this record
-  float* state_out;  // [V, K] receives S after this record
+  float* out;                  // [V] receives S q after this record
+  const HeadState* state_out;  // [V, K] receives S after this record
 };
 
 // S <- S Diag(decays) + d k^T for rows `from` -> `to` (not stored if kStores is false), with d in `corrections`; and
@@ -152,7 +152,7 @@ HWY_INLINE void update_pass(const DeltaRecord& record, const float* next_k, cons
 }
 
 // products[r] <- S[r] . read_k for kRows rows: what the first record of a run needs.
-template <int kRows>
+template <int kRows, bool kIsFromMemory>
 HWY_INLINE void first_products(const float* read_k, int key_size, const float* from, float* HWY_RESTRICT products) {
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
@@ -163,7 +163,7 @@ HWY_INLINE void first_products(const float* read_k, int key_size, const float* f
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < key_size; c += lanes) {
-      hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
+      if (kIsFromMemory) hwy::Prefetch(from + r * key_size + c + kPrefetchFloats);
       sums[r] = hn::MulAdd(hn::LoadU(d, from + r * key_size + c), hn::LoadU(d, read_k + c), sums[r]);
     }
 #pragma GCC unroll 2
@@ -195,25 +195,34 @@ HWY_INLINE void update_record(const DeltaRecord& record, const float* next_k, in
 }
 
 // The conventional recurrence over `count` >= 1 records for kBlocks blocks of kRows rows of one head's state, from
-// `row` on. This is the only place where a state is advanced, so every caller gets the same bits.
+// `row` on. This is the only place where a state is advanced, so every caller gets the same bits. Planes are joined in
+// the scratch, and split from there where they are stored.
 template <int kRows, int kBlocks>
-HWY_INLINE void update_rows(const DeltaRecord* records, int count, int row, int key_size, const float* state,
+HWY_INLINE void update_rows(const DeltaRecord* records, int count, int row, int key_size, const HeadState& state,
                             float* scratch) {
-  const ptrdiff_t block_size = static_cast<ptrdiff_t>(kRows) * key_size;
+  const int block_size = kRows * key_size;
   const ptrdiff_t offset = static_cast<ptrdiff_t>(row) * key_size;
   const float* from[kBlocks];
   float products[kBlocks][kRows];
   for (int b = 0; b < kBlocks; ++b) {
-    from[b] = state + offset + b * block_size;
-    first_products<kRows>(records[0].read_k, key_size, from[b], products[b]);
+    if (state.is_words()) {
+      from[b] = state.words() + offset + b * block_size;
+      first_products<kRows, true>(records[0].read_k, key_size, from[b], products[b]);
+    } else {
+      from[b] = scratch + b * block_size;
+      join_rows(state, offset + b * block_size, block_size, scratch + b * block_size);
+      first_products<kRows, false>(records[0].read_k, key_size, from[b], products[b]);
+    }
   }
   for (int j = 0; j < count; ++j) {
     const DeltaRecord& record = records[j];
     const float* next_k = j + 1 < count ? records[j + 1].read_k : nullptr;
     if (next_k != nullptr) hwy::Prefetch(records[j + 1].v + row);
+    const bool is_stored = record.state_out != nullptr;
     for (int b = 0; b < kBlocks; ++b) {
-      float* to = (record.state_out != nullptr ? record.state_out + offset : scratch) + b * block_size;
+      float* to = (is_stored && state.is_words() ? record.state_out->words() + offset : scratch) + b * block_size;
       update_record<kRows>(record, next_k, row + b * kRows, key_size, from[b], to, products[b]);
+      if (is_stored && !state.is_words()) split_rows(to, *record.state_out, offset + b * block_size, block_size);
       from[b] = to;
     }
   }
@@ -222,7 +231,7 @@ HWY_INLINE void update_rows(const DeltaRecord* records, int count, int row, int 
 // update_rows for all rows of a head. `scratch` holds 2 kRowBlock * K floats. Two blocks take turns through a run of
 // records, so that one's sums of lanes hide behind the other's arithmetic; a single record is bound by memory, which
 // prefers one stream.
-HWY_INLINE void update_head(const DeltaRecord* records, int count, int key_size, int value_size, const float* state,
+HWY_INLINE void update_head(const DeltaRecord* records, int count, int key_size, int value_size, const HeadState& state,
                             float* scratch) {
   int row = 0;
   if (count > 1)

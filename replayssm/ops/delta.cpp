@@ -130,9 +130,9 @@ void run_recurrence(const DeltaState& state, const DeltaWindow& window, int stor
   }
   for (int i = 0; i < ratio; ++i) {
     const int head = window.key_head * ratio + i;
+    const HeadState state_out = checkpoint_of(state, window.checkpoint_out, head);
     for (int j = 0; j < count; ++j) fill_record(state, window, head, j, out, scratch);
-    if (stored_records > 0)
-      scratch.records[stored_records - 1].state_out = checkpoint_of(state, window.checkpoint_out, head);
+    if (stored_records > 0) scratch.records[stored_records - 1].state_out = &state_out;
     update_head(scratch.records, count, K, V, checkpoint_of(state, window.checkpoint_in, head), scratch.state_rows);
   }
 }
@@ -333,8 +333,8 @@ void delta_materialise_kernel(const DeltaMaterialise& args, int64_t begin, int64
       run_recurrence(args.state, window, window.history, nullptr, scratch);
     } else if (window.checkpoint_in != window.checkpoint_out) {
       const int ratio = shape.heads / shape.key_heads;
-      std::memcpy(checkpoint_of(args.state, window.checkpoint_out, window.key_head * ratio),
-                  checkpoint_of(args.state, window.checkpoint_in, window.key_head * ratio),
+      std::memcpy(checkpoint_of(args.state, window.checkpoint_out, window.key_head * ratio).memory,
+                  checkpoint_of(args.state, window.checkpoint_in, window.key_head * ratio).memory,
                   sizeof(float) * ratio * shape.value_size * shape.key_size);
     }
   }

@@ -35,6 +35,7 @@ struct PrefillScratch {
   int value_columns;      // V rounded up to whole vectors
   ptrdiff_t value_pitch;  // row pitch of arrays over value channels
   float* state;           // [H/G, K, V] transposed states
+  float* rows;            // [4, K] of a state that is kept as planes
   float* x;               // [2 chunk, K] normalised keys, then queries
   float* keys;            // [K, chunk] keys transposed
   float* products;        // [2 chunk, chunk] keys x keys, then queries x keys
@@ -57,6 +58,7 @@ PrefillScratch take_prefill_scratch(Carver& memory, const DeltaShape& shape) {
   scratch.value_pitch = scratch.value_columns + kPitchPadding;
   const size_t K = shape.key_size, ratio = shape.heads / shape.key_heads;
   scratch.state = memory.take<float>(ratio * K * scratch.value_pitch);
+  scratch.rows = memory.take<float>(4 * K);
   scratch.x = memory.take<float>(2 * kChunk * K);
   scratch.keys = memory.take<float>(K * (kChunk + kPitchPadding));
   scratch.products = memory.take<float>(2 * kChunk * kChunk);
@@ -232,6 +234,27 @@ HWY_INLINE void run_chunk(const DeltaWindow& window, int head, float* state, con
   multiply(advance, 0, K, scratch.value_columns, count);
 }
 
+// to [K, V] <- a head's state, transposed.
+HWY_INLINE void load_transposed(const HeadState& from, const DeltaShape& shape, const PrefillScratch& scratch,
+                                float* to) {
+  const int K = shape.key_size, V = shape.value_size;
+  if (from.is_words()) return transpose(from.words(), K, V, K, to, scratch.value_pitch);
+  for (int row = 0; row < V; row += 4) {
+    join_rows(from, static_cast<ptrdiff_t>(row) * K, 4 * K, scratch.rows);
+    transpose(scratch.rows, K, 4, K, to + row, scratch.value_pitch);
+  }
+}
+
+HWY_INLINE void store_transposed(const float* from, const DeltaShape& shape, const PrefillScratch& scratch,
+                                 const HeadState& to) {
+  const int K = shape.key_size, V = shape.value_size;
+  if (to.is_words()) return transpose(from, scratch.value_pitch, K, V, to.words(), K);
+  for (int row = 0; row < V; row += 4) {
+    transpose(from + row, scratch.value_pitch, K, 4, scratch.rows, K);
+    split_rows(scratch.rows, to, static_cast<ptrdiff_t>(row) * K, 4 * K);
+  }
+}
+
 // One key head of one row: its tokens from first_token on, in place on checkpoint_out.
 void delta_prefill_kernel(const DeltaPrefill& args, int row, int key_head, std::span<std::byte> workspace, int thread) {
   const DeltaShape& shape = args.state.shape;
@@ -250,8 +273,8 @@ void delta_prefill_kernel(const DeltaPrefill& args, int row, int key_head, std::
   for (int i = 0; i < ratio; ++i) {
     float* state = scratch.state + i * head_state;
     if (V < scratch.value_columns) std::fill_n(state, head_state, 0.0f);
-    transpose(checkpoint_of(args.state, args.rows.checkpoint_out[row], key_head * ratio + i), K, V, K, state,
-              scratch.value_pitch);
+    load_transposed(checkpoint_of(args.state, args.rows.checkpoint_out[row], key_head * ratio + i), shape, scratch,
+                    state);
   }
   for (int64_t token = begin; token < end; token += kChunk) {
     const int count = static_cast<int>(std::min<int64_t>(kChunk, end - token));
@@ -264,8 +287,8 @@ void delta_prefill_kernel(const DeltaPrefill& args, int row, int key_head, std::
     }
   }
   for (int i = 0; i < ratio; ++i)
-    transpose(scratch.state + i * head_state, scratch.value_pitch, K, V,
-              checkpoint_of(args.state, args.rows.checkpoint_out[row], key_head * ratio + i), K);
+    store_transposed(scratch.state + i * head_state, shape, scratch,
+                     checkpoint_of(args.state, args.rows.checkpoint_out[row], key_head * ratio + i));
 }
 
 }  // namespace HWY_NAMESPACE

@@ -19,7 +19,6 @@ void check_call(const char* op, const DeltaState& state, const StateRows& rows, 
                 std::span<std::byte> workspace) {
   check_shape(state.shape);
   check_ring(op, state.window, state.capacity);
-  require(state.form == CheckpointForm::kWords, "{}: on the CPU expected a checkpoint of words, got planes", op);
   check_workspace(op, workspace, delta_workspace_bytes(state.shape, state.capacity, device));
   check_rows(op, rows, state.slots, state.checkpoints, state.window);
 }

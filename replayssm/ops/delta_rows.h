@@ -75,9 +75,9 @@ inline HeadRing head_ring_view(const DeltaState& state, int32_t slot, int head) 
           state.ring_beta + index * C};
 }
 
-inline float* checkpoint_of(const DeltaState& state, int32_t checkpoint, int head) {
-  const int64_t index = static_cast<int64_t>(checkpoint) * state.shape.heads + head;
-  return state.checkpoint + index * state.shape.value_size * state.shape.key_size;
+inline HeadState checkpoint_of(const DeltaState& state, int32_t checkpoint, int head) {
+  const ptrdiff_t size = static_cast<ptrdiff_t>(state.shape.value_size) * state.shape.key_size;
+  return {state.checkpoint + (static_cast<int64_t>(checkpoint) * state.shape.heads + head) * size, size, state.form};
 }
 
 // Throw Error, with the op's name, for arguments outside the contract.

@@ -47,16 +47,6 @@ constexpr int kTileRows = 4;
 #endif
 static_assert(kLinearTileOutputs % kTileRows == 0 && kLinearPassInputs % kFloatLanes == 0);
 
-HWY_INLINE Floats widen(const float* from) {
-  return hn::LoadU(FloatTag(), from);
-}
-
-HWY_INLINE Floats widen(const Bf16* from) {
-  const hn::Rebind<uint32_t, FloatTag> words;
-  const auto halves = hn::LoadU(hn::Rebind<uint16_t, FloatTag>(), reinterpret_cast<const uint16_t*>(from));
-  return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(hn::PromoteTo(words, halves)));
-}
-
 HWY_INLINE float widen_one(float value) {
   return value;
 }

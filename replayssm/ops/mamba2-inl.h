@@ -37,8 +37,8 @@ struct Mamba2Run {
   const float* const* b = nullptr;  // [count] of [N]
   const float* const* c = nullptr;  // [count - first_read] of [N]
   float* const* outs = nullptr;     // [count - first_read] of [P]
-  const float* state = nullptr;     // [P, N]
-  float* state_out = nullptr;       // [P, N]
+  HeadState state = {};             // [P, N]
+  HeadState state_out = {};         // [P, N]
 };
 
 // Record j for kVectors vectors of one row of the state, in registers:  S <- decay S + (dt' x) B.
@@ -53,12 +53,40 @@ HWY_INLINE void update_vectors(const Mamba2Run& run, int j, float weight, int co
     state[i] = hn::MulAdd(decay, state[i], hn::Mul(factor, hn::LoadU(d, b + i * lanes)));
 }
 
+// kVectors vectors of a row, from element `begin` of the head on.
 template <int kVectors>
-HWY_INLINE void store_vectors(const Floats (&state)[kVectors], float* to) {
+HWY_INLINE void load_vectors(HeadState from, ptrdiff_t begin, Floats (&state)[kVectors]) {
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
+  if (from.is_words()) {
 #pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) hn::StoreU(state[i], d, to + i * lanes);
+    for (int i = 0; i < kVectors; ++i) {
+      if (i * lanes % kLineFloats == 0) hwy::Prefetch(from.words() + begin + i * lanes + kPrefetchFloats);
+      state[i] = hn::LoadU(d, from.words() + begin + i * lanes);
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+      if (i * lanes % (2 * kLineFloats) == 0) {
+        hwy::Prefetch(from.hi() + begin + i * lanes + kPrefetchFloats);
+        hwy::Prefetch(from.lo() + begin + i * lanes + kPrefetchFloats);
+      }
+      state[i] = join(from, begin + i * lanes);
+    }
+  }
+}
+
+template <int kVectors>
+HWY_INLINE void store_vectors(const Floats (&state)[kVectors], HeadState to, ptrdiff_t begin) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  if (to.is_words()) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) hn::StoreU(state[i], d, to.words() + begin + i * lanes);
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) split(state[i], to, begin + i * lanes);
+  }
 }
 
 // All records for kVectors vectors of one row, from `column` on; adds this part of S C to `sums`, [outputs, 4] vectors
@@ -69,17 +97,12 @@ HWY_INLINE void update_columns(const Mamba2Run& run, int row, int column, const 
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
   const ptrdiff_t offset = static_cast<ptrdiff_t>(row) * shape.state_size + column;
-  const float* from = run.state + offset;
   const float* weight = run.weights + row;
   Floats state[kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) {
-    if (i * lanes % kLineFloats == 0) hwy::Prefetch(from + i * lanes + kPrefetchFloats);
-    state[i] = hn::LoadU(d, from + i * lanes);
-  }
+  load_vectors<kVectors>(run.state, offset, state);
   int j = 0;
   for (; j < run.first_read; ++j, weight += shape.head_size) update_vectors<kVectors>(run, j, *weight, column, state);
-  if (run.stored > 0 && run.stored == run.first_read) store_vectors<kVectors>(state, run.state_out + offset);
+  if (run.stored > 0 && run.stored == run.first_read) store_vectors<kVectors>(state, run.state_out, offset);
   for (; j < run.count; ++j, weight += shape.head_size) {
     update_vectors<kVectors>(run, j, *weight, column, state);
     const float* c = run.c[j - run.first_read] + column;
@@ -93,7 +116,7 @@ HWY_INLINE void update_columns(const Mamba2Run& run, int row, int column, const 
     if (kVectors == 1) even = hn::MulAdd(state[0], hn::LoadU(d, c), even);
     hn::Store(hn::Add(even, odd), d, target);
   }
-  if (run.stored > run.first_read) store_vectors<kVectors>(state, run.state_out + offset);
+  if (run.stored > run.first_read) store_vectors<kVectors>(state, run.state_out, offset);
 }
 
 // The conventional recurrence over a head's records, with outputs S C after each of the last. This is the only place

@@ -228,8 +228,8 @@ void mamba2_materialise_kernel(const Mamba2Materialise& args, int64_t begin, int
     if (window.history > 0)
       run_recurrence(window, Mamba2Heads(), window.history, nullptr, scratch);
     else if (window.checkpoint_in != window.checkpoint_out)
-      std::memcpy(checkpoint_of(args.state, window.checkpoint_out, window.head_begin),
-                  checkpoint_of(args.state, window.checkpoint_in, window.head_begin),
+      std::memcpy(checkpoint_of(args.state, window.checkpoint_out, window.head_begin).memory,
+                  checkpoint_of(args.state, window.checkpoint_in, window.head_begin).memory,
                   sizeof(float) * (window.head_end - window.head_begin) * shape.head_size * shape.state_size);
   }
 }

@@ -35,6 +35,7 @@ struct PrefillScratch {
   ptrdiff_t state_pitch;  // of arrays over state channels
   ptrdiff_t token_pitch;  // of arrays over tokens
   ptrdiff_t head_pitch;   // of arrays over a head's channels, a multiple of 16
+  float* state;           // [P, N] of a head whose state is kept as planes
   float* b;               // [chunk, N]
   float* c;               // [chunk, N]
   float* queries;         // [N, chunk] c transposed
@@ -56,6 +57,7 @@ PrefillScratch take_prefill_scratch(Carver& memory, const Mamba2Shape& shape) {
   scratch.token_pitch = kMamba2Chunk + kPitchPadding;
   scratch.head_pitch = (shape.head_size + 15) / 16 * 16 + kPitchPadding;
   const size_t turned_rows = std::max<size_t>(kChunk, scratch.head_pitch);
+  scratch.state = memory.take<float>(static_cast<size_t>(shape.head_size) * shape.state_size);
   scratch.b = memory.take<float>(kChunk * scratch.state_pitch);
   scratch.c = memory.take<float>(kChunk * scratch.state_pitch);
   scratch.queries = memory.take<float>(shape.state_size * scratch.token_pitch);
@@ -182,9 +184,14 @@ void mamba2_prefill_kernel(const Mamba2Prefill& args, int64_t unit, std::span<st
     Mamba2Window window = window_of(args.state, rows, args.tokens, units, unit, token, count);
     window.history = 0;  // already folded
     prepare_chunk(window, scratch);
-    for (int head = window.head_begin; head < window.head_end; ++head)
-      run_chunk(window, args.heads, head, checkpoint_of(args.state, window.checkpoint_out, head), scratch,
+    for (int head = window.head_begin; head < window.head_end; ++head) {
+      const HeadState state = checkpoint_of(args.state, window.checkpoint_out, head);
+      float* words = state.is_words() ? state.words() : scratch.state;
+      if (!state.is_words()) join_rows(state, 0, static_cast<int>(state.size), words);
+      run_chunk(window, args.heads, head, words, scratch,
                 args.out + token * out_stride + static_cast<ptrdiff_t>(head) * shape.head_size, out_stride);
+      if (!state.is_words()) split_rows(words, state, 0, static_cast<int>(state.size));
+    }
   }
 }
 

@@ -96,9 +96,9 @@ inline Mamba2Window window_of(const Mamba2State& state, const StateRows& rows, c
           part == 0};
 }
 
-inline float* checkpoint_of(const Mamba2State& state, int32_t checkpoint, int head) {
-  const int64_t index = static_cast<int64_t>(checkpoint) * state.shape.heads + head;
-  return state.checkpoint + index * state.shape.head_size * state.shape.state_size;
+inline HeadState checkpoint_of(const Mamba2State& state, int32_t checkpoint, int head) {
+  const ptrdiff_t size = static_cast<ptrdiff_t>(state.shape.head_size) * state.shape.state_size;
+  return {state.checkpoint + (static_cast<int64_t>(checkpoint) * state.shape.heads + head) * size, size, state.form};
 }
 
 // Clears the unit's outputs; `out` is the row's first token's.

@@ -7,11 +7,13 @@
 #define REPLAYSSM_OPS_RECORDS_INL_H_
 #endif
 
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
 #include <cstddef>
 
+#include "replayssm/ops/ring.h"
 #include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -22,6 +24,42 @@ namespace HWY_NAMESPACE {
 // fetching pauses at each page. (63% of the in-place roof without, 89% with; multiples of 4 KiB give 80 to 83%; Xeon
 // with AVX-512.)
 inline constexpr int kPrefetchFloats = 1280;
+
+// The words at element `i` of a head that is kept as planes.
+HWY_INLINE Floats join(const HeadState& planes, ptrdiff_t i) {
+  const FloatTag d;
+  const hn::RebindToSigned<FloatTag> words;
+  const auto lo = hn::PromoteTo(words, hn::LoadU(hn::Rebind<int16_t, FloatTag>(), planes.lo() + i));
+  return hn::BitCast(d, hn::Add(hn::BitCast(words, widen(planes.hi() + i)), lo));
+}
+
+// The other way. A NaN becomes 0x7FC00000; what is missing to the word are its own lower bits.
+HWY_INLINE void split(Floats value, const HeadState& planes, ptrdiff_t i) {
+  const FloatTag d;
+  const hn::RebindToUnsigned<FloatTag> words;
+  const hn::Rebind<uint16_t, FloatTag> halves;
+  const auto word =
+      hn::BitCast(words, hn::IfThenElse(hn::IsNaN(value), hn::BitCast(d, hn::Set(words, 0x7FC00000u)), value));
+  const auto hi = hn::ShiftRight<16>(hn::Add(word, hn::Set(words, 0x8000u)));
+  hn::StoreU(hn::TruncateTo(halves, hi), halves, reinterpret_cast<uint16_t*>(planes.hi() + i));
+  hn::StoreU(hn::TruncateTo(halves, word), halves, reinterpret_cast<uint16_t*>(planes.lo() + i));
+}
+
+// `count` elements from `begin` on, a multiple of 16, whose memory is asked for as far ahead as that of words.
+HWY_INLINE void join_rows(HeadState planes, ptrdiff_t begin, int count, float* to) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int i = 0; i < count; i += lanes) {
+    hwy::Prefetch(planes.hi() + begin + i + kPrefetchFloats);
+    hwy::Prefetch(planes.lo() + begin + i + kPrefetchFloats);
+    hn::StoreU(join(planes, begin + i), d, to + i);
+  }
+}
+HWY_INLINE void split_rows(const float* from, HeadState planes, ptrdiff_t begin, int count) {
+  const FloatTag d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  for (int i = 0; i < count; i += lanes) split(hn::LoadU(d, from + i), planes, begin + i);
+}
 
 // values <- e^values, each value's bits depending on it alone. The array has room up to a multiple of kExpPadding.
 inline constexpr int kExpPadding = 16;
@@ -97,19 +135,19 @@ HWY_INLINE void products_with_2(const float* const* rows, int count, const float
 // out[t][row + r] += scales[t] (S u[t])[row + r] for four rows and kQueries queries. Row after row: the hardware
 // recognises one ascending stream of memory, not several at once. A stream that is only read needs no asking ahead (78%
 // of the read roof with, 95% without; EPYC, family 25).
-template <int kQueries>
-HWY_INLINE void read_rows(const float* state, int row, int key_size, const float* const* u, const float* scales,
+template <int kQueries, typename T>
+HWY_INLINE void read_rows(const T* state, int row, int key_size, const float* const* u, const float* scales,
                           float* const* out) {
   const FloatTag d;
   const int lanes = static_cast<int>(hn::Lanes(d));
-  const float* from = state + static_cast<ptrdiff_t>(row) * key_size;
+  const T* from = state + static_cast<ptrdiff_t>(row) * key_size;
   Floats sums[kQueries][4];
 #pragma GCC unroll 4
   for (int r = 0; r < 4; ++r) {
 #pragma GCC unroll 4
     for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::Zero(d);
     for (int c = 0; c < key_size; c += lanes) {
-      const Floats value = hn::LoadU(d, from + r * key_size + c);
+      const Floats value = widen(from + r * key_size + c);
 #pragma GCC unroll 4
       for (int t = 0; t < kQueries; ++t) sums[t][r] = hn::MulAdd(value, hn::LoadU(d, u[t] + c), sums[t][r]);
     }
@@ -122,9 +160,9 @@ HWY_INLINE void read_rows(const float* state, int row, int key_size, const float
   }
 }
 
-// read_rows for all rows of a head and all queries of a window.
-HWY_INLINE void read_head(const float* state, int key_size, int value_size, int queries, const float* const* u,
-                          const float* scales, float* const* out) {
+template <typename T>
+HWY_INLINE void read_all_rows(const T* state, int key_size, int value_size, int queries, const float* const* u,
+                              const float* scales, float* const* out) {
   for (int row = 0; row < value_size; row += 4) {
     int t = 0;
     for (; t + 4 <= queries; t += 4) read_rows<4>(state, row, key_size, u + t, scales + t, out + t);
@@ -134,6 +172,15 @@ HWY_INLINE void read_head(const float* state, int key_size, int value_size, int 
     }
     if (t < queries) read_rows<1>(state, row, key_size, u + t, scales + t, out + t);
   }
+}
+
+// read_rows for all rows of a head and all queries of a window. Of planes the first alone is read.
+HWY_INLINE void read_head(const HeadState& state, int key_size, int value_size, int queries, const float* const* u,
+                          const float* scales, float* const* out) {
+  if (state.is_words())
+    read_all_rows(state.words(), key_size, value_size, queries, u, scales, out);
+  else
+    read_all_rows(state.hi(), key_size, value_size, queries, u, scales, out);
 }
 
 }  // namespace HWY_NAMESPACE

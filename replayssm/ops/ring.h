@@ -1,10 +1,12 @@
-// Internal to the ops that keep rings of records: the places of records, scratch memory, and the checks at the doors.
+// Internal to the ops that keep rings of records: the places of records and heads, scratch memory, and the checks at
+// the doors.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
+#include "replayssm/core/bf16.h"
 #include "replayssm/ops/rows.h"
 
 namespace replayssm {
@@ -26,6 +28,18 @@ class Carver {
   static constexpr size_t kAlignment = 64;
   std::byte* memory_;
   size_t bytes_ = 0;
+};
+
+// One head's part of a checkpoint, in either form (rows.h).
+struct HeadState {
+  float* memory;  // of `size` elements, 4 bytes each
+  ptrdiff_t size;
+  CheckpointForm form;
+
+  bool is_words() const { return form == CheckpointForm::kWords; }
+  float* words() const { return memory; }
+  Bf16* hi() const { return reinterpret_cast<Bf16*>(memory); }
+  int16_t* lo() const { return reinterpret_cast<int16_t*>(memory) + size; }
 };
 
 // The ring position of record j of a window whose record 0 lies at position `start`.

@@ -28,7 +28,7 @@ struct StateRows {
   const int32_t* checkpoint_out = nullptr;  // [B] checkpoint that a flush writes; may equal checkpoint_in
 };
 
-// How the FP32 words of a checkpoint lie in memory (planes on GPUs only). Either way a head takes 4 bytes an element.
+// How the FP32 words of a checkpoint lie in memory. Either way a head takes 4 bytes an element, and zeros are zeros.
 enum class CheckpointForm {
   // [.., V, K] words.
   kWords,

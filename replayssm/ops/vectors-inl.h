@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "replayssm/core/bf16.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace replayssm {
 namespace HWY_NAMESPACE {
@@ -33,6 +35,16 @@ HWY_INLINE void unrolled(std::integer_sequence<int, Index...>, const Body& body)
 template <int Count, typename Body>
 HWY_INLINE void unrolled(const Body& body) {
   unrolled(std::make_integer_sequence<int, Count>(), body);
+}
+
+// A vector of the numbers at `from`.
+HWY_INLINE Floats widen(const float* from) {
+  return hn::LoadU(FloatTag(), from);
+}
+HWY_INLINE Floats widen(const Bf16* from) {
+  const hn::Rebind<uint32_t, FloatTag> words;
+  const auto halves = hn::LoadU(hn::Rebind<uint16_t, FloatTag>(), reinterpret_cast<const uint16_t*>(from));
+  return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(hn::PromoteTo(words, halves)));
 }
 
 // The `count` < kFloatLanes elements at `from`, followed by zeros.
