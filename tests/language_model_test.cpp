@@ -220,13 +220,17 @@ void run_long(ModelRig& rig, Decoder decoder, int steps,
 TEST(LanguageModel, ExactDecodingHasTheBitsOfConventionalDecoding) {
   for (const char* name : walked(kModels, kKinds.size())) {
     ModelRig conventional(fixture(name), {.threads = 2}), exact(fixture(name), {.threads = 2, .window = 7});
+    ModelRig planes(fixture(name), {.threads = 2, .window = 7, .form = CheckpointForm::kPlanes});
     std::vector<std::vector<float>> expected;
     const int steps = walk_length(1000);
     run_long(conventional, Decoder::kConventional, steps,
              [&](int, const std::vector<float>& logits) { expected.push_back(logits); });
     int differing = 0;
-    run_long(exact, Decoder::kExact, steps,
-             [&](int step, const std::vector<float>& logits) { differing += !same_bits(logits, expected[step]); });
+    const auto compare = [&](int step, const std::vector<float>& logits) {
+      differing += !same_bits(logits, expected[step]);
+    };
+    run_long(exact, Decoder::kExact, steps, compare);
+    run_long(planes, Decoder::kExact, steps / 4, compare);
     EXPECT_EQ(differing, 0) << name;
     EXPECT_GT(exact.flushes, steps / 10);
   }

@@ -17,11 +17,13 @@
 #include "replayssm/core/device.h"
 #include "replayssm/state/pool.h"
 #include "tests/arrays.h"
+#include "tests/planes.h"
 
 namespace replayssm::test {
 
-inline StateLayout mini_layout(int window, int max_step_tokens) {
+inline StateLayout mini_layout(int window, int max_step_tokens, CheckpointForm form = CheckpointForm::kWords) {
   StateLayout layout;
+  layout.form = form;
   layout.model = "mini";
   layout.layers = {
       DeltaLayer{{.heads = 4, .key_heads = 2, .key_size = 16, .value_size = 8}, 2 * 2 * 16 + 4 * 8, 4},
@@ -299,7 +301,7 @@ inline void relive(MiniModel& model, StatePool& pool, Handle handle,
   }
 }
 
-// A copy of a slot's checkpoints, one array a recurrent layer.
+// The words of a slot's checkpoints, one array a recurrent layer.
 inline std::vector<std::vector<float>> checkpoints_of(StatePool& pool, Handle handle) {
   std::vector<std::vector<float>> copies;
   for (size_t index = 0; index < pool.layout().layers.size(); ++index) {
@@ -307,7 +309,11 @@ inline std::vector<std::vector<float>> checkpoints_of(StatePool& pool, Handle ha
     if (arrays == nullptr) continue;
     const int64_t count = arrays->checkpoint_floats();
     const float* begin = pool.checkpoint(static_cast<int>(index)) + pool.ledger().checkpoint(handle) * count;
-    copies.emplace_back(begin, begin + count);
+    std::vector<float>& words = copies.emplace_back(begin, begin + count);
+    if (pool.layout().form == CheckpointForm::kWords) continue;
+    std::vector<uint16_t> halves(2 * count);
+    std::memcpy(halves.data(), begin, count * sizeof(float));
+    from_planes(halves, count / arrays->checkpoint[0], words);
   }
   return copies;
 }

@@ -56,6 +56,7 @@ struct RigOptions {
   int max_step_tokens = 4;
   int max_tokens = 96;
   int slots = 6;
+  CheckpointForm form = CheckpointForm::kWords;
 };
 
 // A model with a pool of its own, whose memory was NaN before.
@@ -63,7 +64,7 @@ class ModelRig {
  public:
   explicit ModelRig(const ModelFixture& fixture, const RigOptions& options = {})
       : device_(options.threads),
-        layout_(state_layout(fixture.config, fixture.weights.fingerprint, options.window, options.max_step_tokens, 16)),
+        layout_(layout_of(fixture, options)),
         pool(layout_, pool_size(layout_, options.slots, 2048), {.max_rows = options.slots, .is_poisoned = true}),
         model(fixture.config, fixture.weights, layout_, options.max_tokens, device_) {}
 
@@ -99,6 +100,13 @@ class ModelRig {
   }
 
  private:
+  static StateLayout layout_of(const ModelFixture& fixture, const RigOptions& options) {
+    StateLayout layout =
+        state_layout(fixture.config, fixture.weights.fingerprint, options.window, options.max_step_tokens, 16);
+    layout.form = options.form;
+    return layout;
+  }
+
   Device device_;
   StateLayout layout_;
 

@@ -19,6 +19,7 @@ namespace replayssm {
 namespace {
 
 using test::advance;
+using test::checkpoints_of;
 using test::expect_refusal;
 using test::Lane;
 using test::mini_layout;
@@ -133,6 +134,37 @@ TEST(SessionFile, AnotherWindowContinuesWithTheSameStateBits) {
   }
   StatePool narrow(mini_layout(3, 3), slots(model.layout(), 1));
   expect_refusal([&] { load_session(narrow, path, 200); }, "4 unfolded records", "window holds 3");
+}
+
+// The file holds words, so it does not say in which form they lay, and either form continues it.
+TEST(SessionFile, TheFormOfCheckpointsMayDiffer) {
+  const TemporaryDirectory directory;
+  std::string files[2];
+  std::vector<float> outputs;
+  for (const CheckpointForm saved : {CheckpointForm::kWords, CheckpointForm::kPlanes}) {
+    MiniModel model(mini_layout(kWindow, kMaxStep, saved));
+    model.readout = Readout::kExact;
+    StatePool pool(model.layout(), slots(model.layout(), 1), {.is_poisoned = true});
+    Lane lane = grown_lane(model, pool, 13, kWindow + 2);
+    const std::string path = directory.path("session");
+    const std::vector<uint32_t> before = pool_bits(pool);
+    save_session(pool, lane.handle, path);
+    EXPECT_EQ(pool_bits(pool), before);
+    files[saved == CheckpointForm::kPlanes] = contents_of(path);
+    for (const CheckpointForm loaded : {CheckpointForm::kWords, CheckpointForm::kPlanes}) {
+      MiniModel other(mini_layout(kWindow, kMaxStep, loaded));
+      other.readout = Readout::kExact;
+      StatePool other_pool(other.layout(), slots(other.layout(), 1), {.is_poisoned = true});
+      Lane again = lane;
+      again.handle = load_session(other_pool, path, 180);
+      EXPECT_EQ(checkpoints_of(other_pool, again.handle), checkpoints_of(pool, lane.handle));
+      again.outputs.clear();
+      run_script(other, other_pool, again, 30);
+      if (outputs.empty()) outputs = again.outputs;
+      EXPECT_TRUE(same_bits(again.outputs, outputs));
+    }
+  }
+  EXPECT_EQ(files[0], files[1]);
 }
 
 // A slot that was used before says nothing of it, byte for byte.

@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
+#include "replayssm/core/bf16.h"
 #include "replayssm/core/error.h"
 #include "tests/allocation.h"
 #include "tests/arrays.h"
@@ -51,8 +54,8 @@ void run_script(MiniModel& model, StatePool& pool, const std::vector<Lane*>& lan
   }
 }
 
-TEST(StatePool, AFreedSlotIsCleanWhenItIsNextUsed) {
-  MiniModel model(mini_layout(kWindow, kMaxStep));
+void expect_clean_slots(CheckpointForm form) {
+  MiniModel model(mini_layout(kWindow, kMaxStep, form));
   StatePool fresh(model.layout(), slots(model.layout(), 3));
   Lane expected = lane_in(fresh, 5);
   advance(model, fresh, {&expected}, StepKind::kPrefill, 2);
@@ -80,6 +83,59 @@ TEST(StatePool, AFreedSlotIsCleanWhenItIsNextUsed) {
     advance(model, pool, {&second}, StepKind::kPrefill, 2);
     run_script(model, pool, {&second}, 9, 40);
     EXPECT_TRUE(same_bits(second.outputs, expected.outputs)) << "reset " << is_reset;
+  }
+}
+
+TEST(StatePool, AFreedSlotIsCleanWhenItIsNextUsed) {
+  expect_clean_slots(CheckpointForm::kWords);
+  expect_clean_slots(CheckpointForm::kPlanes);
+}
+
+// Exact outputs, forks, materialised states and sequences in used slots have the bits that they have with words.
+TEST(StatePool, PlanesKeepTheBitsOfWords) {
+  std::vector<float> outputs[2];
+  std::vector<std::vector<float>> checkpoints[2];
+  for (const CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes}) {
+    const int index = form == CheckpointForm::kPlanes;
+    MiniModel model(mini_layout(kWindow, kMaxStep, form));
+    model.readout = Readout::kExact;
+    StatePool pool(model.layout(), slots(model.layout(), 3), {.is_poisoned = true});
+    Lane used = lane_in(pool, 4);
+    advance(model, pool, {&used}, StepKind::kPrefill, 19);
+    run_script(model, pool, {&used}, 8, 20);
+    pool.reset(used.handle);
+    Lane lane = lane_in(pool, 1), other = lane_in(pool, 2), child;
+    advance(model, pool, {&lane, &other}, StepKind::kPrefill, 37);
+    run_script(model, pool, {&lane, &other}, 9, 40);
+    advance(model, pool, {&lane}, StepKind::kConventional, 1);
+    advance(model, pool, {&lane}, StepKind::kReplay, 3, {3});
+    pool.free(used.handle);
+    child = lane;
+    child.handle = pool.fork(lane.handle, 512);
+    pool.materialise(lane.handle, other.handle, 2, model.device(), model.workspace());
+    run_script(model, pool, {&other, &lane, &child}, 5, 30);
+    for (const Lane* each : {&used, &lane, &other, &child})
+      outputs[index].insert(outputs[index].end(), each->outputs.begin(), each->outputs.end());
+    for (const Lane* each : {&lane, &other, &child})
+      for (const std::vector<float>& layer : checkpoints_of(pool, each->handle)) checkpoints[index].push_back(layer);
+  }
+  EXPECT_TRUE(same_bits(outputs[0], outputs[1]));
+  EXPECT_EQ(checkpoints[0], checkpoints[1]);
+}
+
+TEST(StatePool, PoisonIsNoNumberInEitherForm) {
+  for (const CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes}) {
+    StatePool pool(mini_layout(kWindow, kMaxStep, form), PoolSize{1, 1}, {.is_poisoned = true});
+    for (const int layer : {0, 2, 4}) {
+      const int64_t count = pool.arrays(layer)->checkpoint_floats();
+      std::vector<uint16_t> halves(2 * count);
+      std::memcpy(halves.data(), pool.checkpoint(layer), count * sizeof(float));
+      for (const uint16_t half : halves) ASSERT_TRUE(std::isnan(to_float(Bf16{half})));
+      for (int64_t i = 0; i < count; ++i) ASSERT_TRUE(std::isnan(pool.checkpoint(layer)[i]));
+      std::vector<float> words(count);
+      test::from_planes(halves, count / pool.arrays(layer)->checkpoint[0], words);
+      for (const float word : words) ASSERT_TRUE(std::isnan(word));
+    }
   }
 }
 
@@ -197,8 +253,8 @@ void run_to_fork(MiniModel& model, StatePool& pool, Lane& lane, int records) {
 }
 
 // Forks until the pool is full, steps all sharers at once and goes on; each must be as a sequence that never forked.
-void expect_forks_continue(int sharers, int records, StepKind kind) {
-  MiniModel model(mini_layout(kWindow, kMaxStep));
+void expect_forks_continue(int sharers, int records, StepKind kind, CheckpointForm form) {
+  MiniModel model(mini_layout(kWindow, kMaxStep, form));
   StatePool pool(model.layout(), slots(model.layout(), sharers), {.is_poisoned = true});
   std::vector<Lane> lanes = {lane_in(pool, 1)};
   run_to_fork(model, pool, lanes[0], records);
@@ -232,7 +288,8 @@ TEST(StatePool, ForksContinueAsTheParentWould) {
   for (int sharers = 2; sharers <= 4; ++sharers) {
     for (int records = 0; records <= kWindow; ++records) {
       for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
-        expect_forks_continue(sharers, records, kind);
+        for (const CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes})
+          expect_forks_continue(sharers, records, kind, form);
       }
     }
   }

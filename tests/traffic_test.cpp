@@ -21,7 +21,8 @@ StateLayout small_layout(int gate_size) {
 }
 
 StateTraffic traffic(StepKind kind, std::vector<int32_t> slots, std::vector<int32_t> history, int tokens,
-                     std::vector<uint8_t> is_flushing, Readout readout = Readout::kDirect, int gate_size = 1) {
+                     std::vector<uint8_t> is_flushing, Readout readout = Readout::kDirect, int gate_size = 1,
+                     CheckpointForm form = CheckpointForm::kWords) {
   std::vector<int32_t> token_begin;
   for (size_t row = 0; row <= slots.size(); ++row) token_begin.push_back(static_cast<int32_t>(row) * tokens);
   StepPlan plan;
@@ -31,7 +32,9 @@ StateTraffic traffic(StepKind kind, std::vector<int32_t> slots, std::vector<int3
   plan.rows.history = history.data();
   plan.token_begin = token_begin.data();
   plan.is_flushing = is_flushing.data();
-  return step_traffic(small_layout(gate_size), plan, readout);
+  StateLayout layout = small_layout(gate_size);
+  layout.form = form;
+  return step_traffic(layout, plan, readout);
 }
 
 void expect_numbers(const StateTraffic& given, size_t read, size_t written) {
@@ -57,6 +60,19 @@ TEST(StateTraffic, AGateAChannelKeepsMoreDecaysAndNoProducts) {
 
 TEST(StateTraffic, AFlushWritesTheCheckpoint) {
   expect_numbers(traffic(StepKind::kReplay, {0}, {16}, 1, {1}), 128 + 16 * 29 + 72, 128 + 29 + 24);
+}
+
+TEST(StateTraffic, ADirectReadoutOfPlanesReadsHalf) {
+  const auto planes = [](StepKind kind, int history, int tokens, bool is_flushing, Readout readout) {
+    return traffic(kind, {0}, {history}, tokens, {is_flushing}, readout, 1, CheckpointForm::kPlanes);
+  };
+  expect_numbers(planes(StepKind::kReplay, 3, 2, false, Readout::kDirect), 64 + 3 * 29 + 3 + 72,
+                 2 * 29 + 2 * 3 + 1 + 2 * 24);
+  expect_numbers(planes(StepKind::kReplay, 3, 2, false, Readout::kExact), 128 + 3 * 29 + 72,
+                 2 * 29 + 2 * 3 + 1 + 2 * 24);
+  expect_numbers(planes(StepKind::kReplay, 16, 1, true, Readout::kDirect), 128 + 16 * 29 + 72, 128 + 29 + 24);
+  expect_numbers(planes(StepKind::kConventional, 0, 1, false, Readout::kDirect), 128 + 72, 128 + 24);
+  expect_numbers(planes(StepKind::kPrefill, 0, 50, false, Readout::kDirect), 128 + 72, 128 + 5 * 24);
 }
 
 TEST(StateTraffic, PrefillKeepsTheLastInputs) {

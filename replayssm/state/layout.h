@@ -54,6 +54,8 @@ struct StateLayout {
   int max_step_tokens = 1;     // T_max, the longest window of a replay step; 1 .. L
   int page_tokens = 16;        // positions of a KV page; >= 1
   int64_t context_tokens = 0;  // the most tokens of a sequence; >= 1
+  // Of all checkpoints.
+  CheckpointForm form = CheckpointForm::kWords;
 
   int ring_capacity() const { return window + max_step_tokens; }  // C
   int conv_capacity(int width) const { return width - 1 + max_step_tokens; }
@@ -119,7 +121,7 @@ PoolSize fit_pool(const StateLayout& layout, size_t budget_bytes, int64_t tokens
 size_t pool_bytes(const StateLayout& layout, const PoolSize& size);
 
 // The layers in words, one line: equal for two layouts exactly if a slot's checkpoint, records, inputs and keys of one
-// mean the same in the other. The windows, the page size and the context are not part of it.
+// mean the same in the other. The windows, the page size, the context and the form are not part of it.
 std::string describe_layers(const StateLayout& layout);
 
 }  // namespace replayssm

@@ -2,8 +2,8 @@
 #include "replayssm/state/pool.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
-#include <limits>
 
 #include "replayssm/core/error.h"
 
@@ -57,7 +57,7 @@ StatePool::StatePool(StateLayout layout, const PoolSize& size, const PoolOptions
     : layout_(std::move(layout)), ledger_(ledger_limits(layout_, size, options)), memory_(layout_.layers.size()) {
   const auto make = [&](size_t count) {
     Buffer<float> buffer(count);
-    if (options.is_poisoned) std::fill(buffer.begin(), buffer.end(), std::numeric_limits<float>::quiet_NaN());
+    if (options.is_poisoned) std::fill(buffer.begin(), buffer.end(), std::bit_cast<float>(0x7FC07FC0u));
     return buffer;
   };
   const size_t slots = size.slots, capacity = layout_.ring_capacity();
@@ -88,6 +88,7 @@ DeltaState StatePool::delta_state(int index) {
   state.window = layout_.window;
   state.capacity = layout_.ring_capacity();
   state.checkpoint = memory.checkpoint.data();
+  state.form = layout_.form;
   float** const arrays[] = {&state.ring_k, &state.ring_k_scale, &state.ring_gram,
                             &state.ring_v, &state.ring_decay,   &state.ring_beta};
   for (size_t i = 0; i < std::size(arrays); ++i)
@@ -104,6 +105,7 @@ Mamba2State StatePool::mamba2_state(int index) {
   state.window = layout_.window;
   state.capacity = layout_.ring_capacity();
   state.checkpoint = memory.checkpoint.data();
+  state.form = layout_.form;
   float** const arrays[] = {&state.ring_x, &state.ring_b, &state.ring_dt, &state.ring_decay};
   for (size_t i = 0; i < std::size(arrays); ++i) *arrays[i] = memory.ring[i].data();
   return state;

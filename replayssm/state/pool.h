@@ -20,8 +20,9 @@
 namespace replayssm {
 
 struct PoolOptions {
-  int max_rows = 0;          // the longest batch, padding rows included; 0: as many as slots
-  bool is_poisoned = false;  // fill all memory with the NaN 0x7FC00000 first (for tests: touches every page)
+  int max_rows = 0;  // the longest batch, padding rows included; 0: as many as slots
+  // Fill all memory with the NaN 0x7FC07FC0 first, one as planes too (for tests: touches every page).
+  bool is_poisoned = false;
 };
 
 // One thread owns a pool. Every function that throws Error leaves the pool as it was, unless it says otherwise.
@@ -91,7 +92,7 @@ class StatePool {
   KvCache kv_cache(int index);
 
   // For readers and writers of single sequences (session files): the arrays of layer `index` as recurrent_arrays lists
-  // them, null without a recurrent state, and where they lie.
+  // them, null without a recurrent state, and where they lie; checkpoints in the layout's form.
   const RecurrentArrays* arrays(int index) const;
   float* checkpoint(int index) { return memory_[index].checkpoint.data(); }
   float* ring(int index, size_t array) { return memory_[index].ring[array].data(); }

@@ -4,7 +4,9 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -30,6 +32,7 @@ struct Part {
   struct Run {
     float* memory;
     int64_t floats;
+    CheckpointForm form = CheckpointForm::kWords;  // planes: of one head
   };
   std::string name;
   std::vector<int64_t> shape;
@@ -41,6 +44,44 @@ struct Part {
     return sum;
   }
 };
+
+// words[i] of a head <- its planes, and the other way (rows.h).
+void join_planes(const float* planes, int64_t count, float* words) {
+  std::vector<uint16_t> halves(2 * count);
+  std::memcpy(halves.data(), planes, halves.size() * sizeof(uint16_t));
+  for (int64_t i = 0; i < count; ++i) {
+    const auto lo = static_cast<uint32_t>(static_cast<int16_t>(halves[count + i]));
+    words[i] = std::bit_cast<float>((uint32_t{halves[i]} << 16) + lo);
+  }
+}
+
+void split_words(const std::byte* words, int64_t count, float* planes) {
+  std::vector<uint16_t> halves(2 * count);
+  for (int64_t i = 0; i < count; ++i) {
+    float value;
+    std::memcpy(&value, words + i * sizeof value, sizeof value);
+    const uint32_t word = std::isnan(value) ? 0x7FC00000u : std::bit_cast<uint32_t>(value);
+    halves[i] = static_cast<uint16_t>((word + 0x8000u) >> 16);
+    halves[count + i] = static_cast<uint16_t>(word);
+  }
+  std::memcpy(planes, halves.data(), halves.size() * sizeof(uint16_t));
+}
+
+void read_run(const Part::Run& run, float* out) {
+  if (run.memory == nullptr) return;
+  if (run.form == CheckpointForm::kPlanes)
+    join_planes(run.memory, run.floats, out);
+  else
+    std::copy_n(run.memory, run.floats, out);
+}
+
+void write_run(const std::byte* in, const Part::Run& run) {
+  if (run.memory == nullptr) return;
+  if (run.form == CheckpointForm::kPlanes)
+    split_words(in, run.floats, run.memory);
+  else
+    std::memcpy(run.memory, in, run.floats * sizeof(float));
+}
 
 // Where one sequence lies in its pool.
 struct Place {
@@ -83,9 +124,11 @@ void add_recurrent_parts(std::vector<Part>& parts, const std::string& prefix, St
   const RecurrentArrays& arrays = *pool.arrays(layer);
   const int capacity = pool.layout().ring_capacity();
   const auto [heads, values, keys] = arrays.checkpoint;
-  const int64_t floats = arrays.checkpoint_floats();
-  parts.push_back(
-      {prefix + "checkpoint", {heads, values, keys}, {{pool.checkpoint(layer) + place.checkpoint * floats, floats}}});
+  Part checkpoint{prefix + "checkpoint", {heads, values, keys}, {}};
+  for (int64_t head = 0; head < heads; ++head)
+    checkpoint.runs.push_back({pool.checkpoint(layer) + (place.checkpoint * heads + head) * values * keys,
+                               values * keys, pool.layout().form});
+  parts.push_back(std::move(checkpoint));
   for (size_t i = 0; i < arrays.ring.size(); ++i) {
     const RingArray& array = arrays.ring[i];
     if (array.size == 0) continue;
@@ -210,7 +253,7 @@ void save_session(StatePool& pool, Handle handle, const std::string& path) {
     std::vector<float>& floats = contents.emplace_back(part.floats());
     float* out = floats.data();
     for (const Part::Run& run : part.runs) {
-      if (run.memory != nullptr) std::copy_n(run.memory, run.floats, out);
+      read_run(run, out);
       out += run.floats;
     }
     tensors.push_back({part.name, Dtype::kF32, part.shape, std::as_bytes(std::span(floats))});
@@ -252,7 +295,7 @@ Handle load_session(StatePool& pool, const std::string& path, int64_t max_tokens
     for (size_t index = 0; index < parts.size(); ++index) {
       const std::byte* in = tensors[index]->bytes.data();
       for (const Part::Run& run : parts[index].runs) {
-        if (run.memory != nullptr) std::memcpy(run.memory, in, run.floats * sizeof(float));
+        write_run(in, run);
         in += run.floats * sizeof(float);
       }
     }

@@ -25,7 +25,7 @@ struct StateTraffic {
 // ring arrays but square ones, which hold a record's products with older ones):
 //
 //   read     checkpoint + h r + (W-1) inputs, and if the readout is direct and the row does not flush the products of
-//            the history, h (h-1) / 2 a head of a square array
+//            the history, h (h-1) / 2 a head of a square array; then also of a checkpoint in planes only half
 //   written  the checkpoint unless it is a replay step that does not flush; in replay steps T r and the window's
 //            products, T h' + T (T-1) / 2 a head, h' = 0 if the row flushes and h otherwise; the last inputs
 //
