@@ -105,11 +105,11 @@ void add_bench_ops(CLI::App& bench) {
   ops->add_option("--threads", options->threads, "Threads; 0: one per core")->capture_default_str();
   ops->add_option("--rounds", options->rounds, "Rounds to take the median of")->capture_default_str();
   ops->add_option("--csv", options->csv, "File to append the figures to");
+  ops->add_option("--read", options->read, "fp32, or bf16: replay reads half of each word")->capture_default_str();
   add_list("--accepted", options->accepted,
            "cuda: tokens of a step that are accepted, 2.8 for example; on average "
            "(default: all)");
   add_list("--decode", options->decoders, "cuda: which of conventional, replay, exact (default: all)");
-  ops->add_option("--read", options->read, "cuda: fp32, or bf16: replay reads half of each word (default: fp32)");
   ops->add_option("--type", options->type, "cuda: type of inputs and records: bf16, fp16 or fp32 (default: bf16)");
   ops->add_option("--out", options->out, "cuda: type of outputs: that of the inputs or fp32 (default: the former)");
   ops->callback([options] { bench::run_ops(*options); });

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <random>
 
@@ -19,6 +20,14 @@ inline void fill_random(Buffer<float>& values, float low, float high, uint32_t s
   const size_t block = std::min<size_t>(values.size(), 1 << 16);
   for (size_t i = 0; i < block; ++i) values[i] = uniform(random);
   for (size_t i = block; i < values.size(); ++i) values[i] = values[i - block];
+}
+
+// Gives both halves of each word the word's upper half: a checkpoint as planes of finite words, whatever its heads.
+inline void make_planes(Buffer<float>& words) {
+  for (float& word : words) {
+    const uint32_t high = std::bit_cast<uint32_t>(word) >> 16;
+    word = std::bit_cast<float>(high << 16 | high);
+  }
 }
 
 // Batches of `batch_floats` of state that calls must take in turn: twice the last cache, and enough where its size is

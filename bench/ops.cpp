@@ -66,6 +66,10 @@ struct Samples {
   }
 };
 
+CheckpointForm form_of(const OpsOptions& options) {
+  return options.read == "bf16" ? CheckpointForm::kPlanes : CheckpointForm::kWords;
+}
+
 // A decoding step's shape, whatever the layer's.
 struct Step {
   int batch, window, tokens;
@@ -88,8 +92,9 @@ void add_results(const OpsOptions& options, const Step& step, Bench& bench, Devi
     replay.add(bench, calls, read, [&] { bench.decode(Readout::kDirect); });
     exact.add(bench, calls, read, [&] { bench.decode(Readout::kExact); });
   }
-  const auto add = [&](const Samples& samples, const char* decode) {
+  const auto add = [&](const Samples& samples, const std::string& decode) {
     results.push_back(samples.result(options.op, decode, step.batch, step.window, step.tokens));
+    if (form_of(options) == CheckpointForm::kPlanes) results.back().read = decode == "replay" ? "bf16" : "fp32-planes";
   };
   if (step.tokens == 1) add(conventional, "conventional");
   add(replay, "replay");
@@ -104,8 +109,10 @@ OpsResult prefill_result(const OpsOptions& options, const Prompt& prompt, Bench&
     bench.prefill(prompt.tokens);  // brings back what the roof has driven out of the caches
     samples.add(bench, 4, update, [&] { bench.prefill(prompt.tokens); });
   }
-  return samples.result(options.op + "_prefill", "conventional", prompt.sequences, options.windows.front(),
-                        prompt.tokens);
+  OpsResult result =
+      samples.result(options.op + "_prefill", "conventional", prompt.sequences, options.windows.front(), prompt.tokens);
+  if (form_of(options) == CheckpointForm::kPlanes) result.read = "fp32-planes";
+  return result;
 }
 
 template <typename Bench, typename Shape>
@@ -116,13 +123,14 @@ std::vector<OpsResult> measure_all(const OpsOptions& options, const Shape& shape
     for (int tokens : options.tokens)
       for (int batch : options.batches) {
         if (tokens > window) continue;
-        Bench bench(shape, batch, window, tokens, device);
+        Bench bench(shape, batch, window, tokens, form_of(options), device);
         add_results(options, {batch, window, tokens}, bench, device, results);
       }
   std::optional<Bench> bench;
   int sequences = 0;
   for (const Prompt& prompt : prompts) {
-    if (prompt.sequences != sequences) bench.emplace(shape, prompt.sequences, options.windows.front(), 1, device);
+    if (prompt.sequences != sequences)
+      bench.emplace(shape, prompt.sequences, options.windows.front(), 1, form_of(options), device);
     sequences = prompt.sequences;
     results.push_back(prefill_result(options, prompt, *bench, device));
   }
@@ -212,7 +220,6 @@ void check_cuda(const OpsOptions& options) {
     require(decoder != "conventional" || std::ranges::count(options.tokens, 1) > 0,
             "--decode: conventional decodes 1 token a step, got --tokens {}", fmt::join(options.tokens, ","));
   }
-  require(options.read == "fp32" || options.read == "bf16", "--read: expected fp32 or bf16, got '{}'", options.read);
   const std::string& type = options.type;
   require(type == "bf16" || type == "fp16" || type == "fp32", "--type: expected bf16, fp16 or fp32, got '{}'", type);
   require(options.out == type || options.out == "fp32", "--out: expected {} (the type) or fp32, got '{}'", type,
@@ -224,7 +231,6 @@ void check_cuda(const OpsOptions& options) {
 void check_cpu(const OpsOptions& options) {
   const std::pair<const char*, bool> given[] = {{"--accepted", !options.accepted.empty()},
                                                 {"--decode", !options.decoders.empty()},
-                                                {"--read", !options.read.empty()},
                                                 {"--type", !options.type.empty()},
                                                 {"--out", !options.out.empty()}};
   for (const auto& [flag, is_given] : given) require(!is_given, "{}: expected with --device cuda alone", flag);
@@ -240,8 +246,8 @@ OpsOptions complete(OpsOptions options) {
   options.op = op;
   check_device(options.device, options.threads);
   check_sizes(options);
+  require(options.read == "fp32" || options.read == "bf16", "--read: expected fp32 or bf16, got '{}'", options.read);
   if (options.device == "cuda") {
-    if (options.read.empty()) options.read = "fp32";
     if (options.type.empty()) options.type = "bf16";
     if (options.out.empty()) options.out = options.type;
     check_cuda(options);

@@ -18,11 +18,11 @@ struct OpsOptions {
   std::vector<std::string> prompts;  // prompts to time as well: TOKENS or TOKENSxSEQUENCES
   int threads = 0;                   // 0: one per core
   int rounds = 15;
-  std::string csv;  // a file to append to, or empty
+  std::string csv;   // a file to append to, or empty
+  std::string read = "fp32";  // or bf16: replay reads the upper halves of the state's words
   // On a GPU alone:
   std::vector<double> accepted;       // tokens of a step, on average; empty: all
   std::vector<std::string> decoders;  // of conventional, replay, exact; empty: all
-  std::string read;                   // bf16: replay reads the upper halves of the state's words; empty: fp32
   std::string type;                   // of inputs and records: bf16, fp16 or fp32; empty: bf16
   std::string out;                    // of outputs: type or fp32; empty: type
 };
@@ -37,7 +37,7 @@ struct OpsResult {
   std::string op, decode;
   int batch = 0, window = 0, tokens = 0;
   double accepted = 0;        // of `tokens`, on average
-  std::string read = "fp32";  // the part of the state's words that a step without a flush reads
+  std::string read = "fp32";  // what a step without a flush reads of the state: fp32-planes are both halves of words
   double us_median = 0, us_min = 0, us_p95 = 0;
   double bytes = 0;      // moved between memory and the op by one call, by count
   double roof_gb_s = 0;  // of the same run: in-place update (conventional) or read (replay, exact)

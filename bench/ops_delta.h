@@ -17,7 +17,7 @@ namespace replayssm::bench {
 // A layer's state for `sets` batches, larger together than the caches, and their cursors spread evenly over the cycle.
 class DeltaBench {
  public:
-  DeltaBench(const DeltaShape& shape, int batch, int window, int tokens, Device& device)
+  DeltaBench(const DeltaShape& shape, int batch, int window, int tokens, CheckpointForm form, Device& device)
       : shape_(shape), batch_(batch), tokens_(tokens), device_(device) {
     const int64_t state_floats = int64_t{shape.heads} * shape.value_size * shape.key_size;
     sets_ = rotating_sets(batch * state_floats);
@@ -32,7 +32,9 @@ class DeltaBench {
       fill_random(buffer, low, high, static_cast<uint32_t>(per_slot));
       return buffer.data();
     };
+    state_.form = form;
     state_.checkpoint = place(checkpoint_, state_floats, -1, 1);
+    if (form == CheckpointForm::kPlanes) make_planes(checkpoint_);
     state_.ring_k = place(k_, shape.key_heads * C * shape.key_size, -1, 1);
     state_.ring_k_scale = place(k_scale_, shape.key_heads * C, 0.05f, 0.1f);
     state_.ring_gram = place(gram_, ring_gram_size(shape, state_.capacity), -0.1f, 0.1f);
@@ -68,11 +70,16 @@ class DeltaBench {
   void decode(Readout readout) {
     const StateRows rows = next_rows();
     delta_decode({state_, rows, tokens_, inputs(), readout, out_.data()}, device_, workspace());
+    const bool is_half_read = state_.form == CheckpointForm::kPlanes && readout == Readout::kDirect;
     for (int b = 0; b < batch_; ++b) {
       int32_t& history = history_[set_ * batch_ + b];
-      bytes_ += state_bytes() + history * record_bytes() + tokens_ * (record_bytes() + token_bytes());
-      if (history + tokens_ > state_.window) {
-        bytes_ += state_bytes();
+      const bool is_flush = history + tokens_ > state_.window;
+      bytes_ += (is_flush       ? 2.0
+                 : is_half_read ? 0.5
+                                : 1.0) *
+                    state_bytes() +
+                history * record_bytes() + tokens_ * (record_bytes() + token_bytes());
+      if (is_flush) {
         base_[set_ * batch_ + b] += history;
         history = 0;
       }

@@ -13,7 +13,7 @@ namespace replayssm::bench {
 // A layer's state for `sets` batches, larger together than the caches, and their cursors spread evenly over the cycle.
 class Mamba2Bench {
  public:
-  Mamba2Bench(const Mamba2Shape& shape, int batch, int window, int tokens, Device& device)
+  Mamba2Bench(const Mamba2Shape& shape, int batch, int window, int tokens, CheckpointForm form, Device& device)
       : shape_(shape), batch_(batch), tokens_(tokens), device_(device) {
     const int64_t state_floats = int64_t{shape.heads} * shape.head_size * shape.state_size;
     sets_ = rotating_sets(batch * state_floats);
@@ -22,7 +22,9 @@ class Mamba2Bench {
     state_.slots = state_.checkpoints = slots;
     state_.window = window;
     const int C = state_.capacity = window + tokens;
+    state_.form = form;
     state_.checkpoint = place(checkpoint_, slots * state_floats, -1, 1);
+    if (form == CheckpointForm::kPlanes) make_planes(checkpoint_);
     state_.ring_x = place(x_, slots * shape.heads * C * shape.head_size, -1, 1);
     state_.ring_b = place(b_, slots * shape.groups * C * shape.state_size, -1, 1);
     state_.ring_dt = place(dt_, slots * shape.heads * C, 0, 0.1f);
@@ -57,11 +59,16 @@ class Mamba2Bench {
   void decode(Readout readout) {
     const StateRows rows = next_rows();
     mamba2_decode({state_, rows, heads_, tokens_, inputs(), readout, out_.data()}, device_, workspace());
+    const bool is_half_read = state_.form == CheckpointForm::kPlanes && readout == Readout::kDirect;
     for (int b = 0; b < batch_; ++b) {
       int32_t& history = history_[set_ * batch_ + b];
-      bytes_ += state_bytes() + history * record_bytes() + tokens_ * (record_bytes() + token_bytes());
-      if (history + tokens_ > state_.window) {
-        bytes_ += state_bytes();
+      const bool is_flush = history + tokens_ > state_.window;
+      bytes_ += (is_flush       ? 2.0
+                 : is_half_read ? 0.5
+                                : 1.0) *
+                    state_bytes() +
+                history * record_bytes() + tokens_ * (record_bytes() + token_bytes());
+      if (is_flush) {
         base_[set_ * batch_ + b] += history;
         history = 0;
       }

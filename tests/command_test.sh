@@ -83,7 +83,7 @@ for command in ops roof; do
   expect_error "threads: expected with --device cpu alone, got 2" bench $command --device cuda --threads 2
   [ -e /dev/nvidiactl ] || expect_error "cuda: (this build has no CUDA|no GPU was found|the GPU's driver)" bench $command --device cuda
 done
-for flag in "accepted 1" "decode replay" "read bf16" "type bf16" "out fp32"; do
+for flag in "accepted 1" "decode replay" "type bf16" "out fp32"; do
   # shellcheck disable=SC2086
   expect_error "${flag% *}: expected with --device cuda alone" bench ops --$flag
 done
@@ -92,7 +92,9 @@ expect_error "accepted: expected more than 0, at most 4 .the tokens., got 5" "${
 expect_error "accepted: expected a multiple of 0.05, got 2.81" "${on_gpu[@]}" --tokens 4 --accepted 2.81
 expect_error "decode: expected conventional, replay or exact, got 'fast'" "${on_gpu[@]}" --decode exact,fast
 expect_error "decode: conventional decodes 1 token a step, got --tokens 2,4" "${on_gpu[@]}" --tokens 2,4 --decode conventional
-expect_error "read: expected fp32 or bf16, got 'fp8'" "${on_gpu[@]}" --read fp8
+for device in cpu cuda; do
+  expect_error "read: expected fp32 or bf16, got 'fp8'" bench ops --device $device --read fp8
+done
 expect_error "type: expected bf16, fp16 or fp32, got 'int8'" "${on_gpu[@]}" --type int8
 expect_error "out: expected bf16 .the type. or fp32, got 'fp16'" "${on_gpu[@]}" --out fp16
 expect_error "csv: its rows are of bf16 inputs and outputs, got fp16 and fp32" "${on_gpu[@]}" --type fp16 --out fp32 --csv "$files/csv"
@@ -168,6 +170,15 @@ expect_output "$text" "${drawn[@]}" --decode exact --window 16 --threads 3
 awk '/^=== /{p = ($2 == 1); next} p' "$files/out" | cmp -s - <(printf '%s' "$text") ||
   fault "a sequence of a batch is not what it is alone"
 [ "$("$program" "${drawn[@]}" --seed 8 --decode conventional 2>/dev/null)" != "${text%$'\n'}" ] || fault "--seed has no effect"
+
+# Of 16 steps replay from planes reads half of the state, 1.5 MiB, in 15.
+for read in fp32 bf16; do
+  "$program" bench ops --shape mamba2-48x64x128 --batch 1 --rounds 1 --read $read --csv "$files/ops.csv" >/dev/null ||
+    fault "bench ops --read $read"
+done
+awk -F, '$12 == "replay" { bytes[$10] = $16 } $10 == "fp32-planes" { ++planes }
+         END { exit !(bytes["fp32"] - bytes["bf16"] == 15 / 16 * 786432 && planes == 2) }' "$files/ops.csv" ||
+  fault "bench ops: $(cat "$files/ops.csv")"
 
 # Ends.
 "$program" generate "$model" -p x -n 1000 --temperature 1 --threads 1 2>"$files/err" | head -c 1 >/dev/null
