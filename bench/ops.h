@@ -18,7 +18,7 @@ struct OpsOptions {
   std::vector<std::string> prompts;  // prompts to time as well: TOKENS or TOKENSxSEQUENCES
   int threads = 0;                   // 0: one per core
   int rounds = 15;
-  std::string csv;   // a file to append to, or empty
+  std::string csv;            // a file to append to, or empty
   std::string read = "fp32";  // or bf16: replay reads the upper halves of the state's words
   // On a GPU alone:
   std::vector<double> accepted;       // tokens of a step, on average; empty: all

@@ -262,6 +262,8 @@ void read_pulled_back(const DeltaState& state, const DeltaWindow& window, float*
       scratch.queries[t] = scratch.u + static_cast<ptrdiff_t>(t) * K;
       scratch.scales[t] = shape.gate_size == 1 ? pull_back_by_products(state, window, t, head, scratch.outs[t], scratch)
                                                : pull_back_by_records(state, window, t, head, scratch.outs[t], scratch);
+      float* u = scratch.u + static_cast<ptrdiff_t>(t) * K;
+      order_query(state.form, u, K, u);
     }
     read_head(checkpoint_of(state, window.checkpoint_in, head), K, V, window.tokens, scratch.queries, scratch.scales,
               scratch.outs);

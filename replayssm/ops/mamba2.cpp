@@ -29,6 +29,8 @@ struct Mamba2Scratch {
   float* scales;      // [T]
   const float** b;    // [C]
   const float** c;    // [T]
+  float* queries;     // [T, N] as read_head takes them
+  const float** u;    // [T] rows of `queries`
   const float** x;    // [C]
   float** outs;       // [T]
   int product_pitch;  // of products
@@ -44,6 +46,8 @@ Mamba2Scratch take_scratch(Carver& memory, const Mamba2Shape& shape, int capacit
   scratch.scales = memory.take<float>(capacity);
   scratch.b = memory.take<const float*>(capacity);
   scratch.c = memory.take<const float*>(capacity);
+  scratch.queries = memory.take<float>(static_cast<size_t>(capacity) * shape.state_size);
+  scratch.u = memory.take<const float*>(capacity);
   scratch.x = memory.take<const float*>(capacity);
   scratch.outs = memory.take<float*>(capacity);
   scratch.product_pitch = static_cast<int>(padded);
@@ -159,6 +163,11 @@ void read_direct(const Mamba2Window& window, const Mamba2Heads& heads, float* ou
                     scratch.products + static_cast<ptrdiff_t>(t) * scratch.product_pitch,
                     scratch.products + static_cast<ptrdiff_t>(other) * scratch.product_pitch);
   }
+  for (int t = 0; t < T; ++t) {
+    float* query = scratch.queries + static_cast<ptrdiff_t>(t) * N;
+    order_query(state.form, scratch.c[t], N, query);
+    scratch.u[t] = query;
+  }
   for (int head = window.head_begin; head < window.head_end; ++head) {
     collect_decays(window, heads, head, scratch.decays);
     for (int j = 0; j < window.count(); ++j) scratch.x[j] = window.x(j, head);
@@ -167,7 +176,7 @@ void read_direct(const Mamba2Window& window, const Mamba2Heads& heads, float* ou
       scratch.scales[t] = weigh_records(window, t, head, scratch);
       weighted_sum(nullptr, scratch.x, scratch.weights, window.history + t + 1, P, scratch.outs[t]);
     }
-    read_head(checkpoint_of(state, window.checkpoint_in, head), N, P, T, scratch.c, scratch.scales, scratch.outs);
+    read_head(checkpoint_of(state, window.checkpoint_in, head), N, P, T, scratch.u, scratch.scales, scratch.outs);
     for (int t = 0; t < T; ++t)
       finish_output(scratch.outs[t], heads.d == nullptr ? nullptr : heads.d + head, scratch.x[window.history + t],
                     window.z(t, head), P, scratch.outs[t]);
