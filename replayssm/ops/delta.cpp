@@ -365,7 +365,7 @@ size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& devi
 template <typename Kernel>
 void for_each_key_head(const StateRows& rows, const DeltaShape& shape, Device& device, const Kernel& kernel) {
   const int64_t units = static_cast<int64_t>(rows.count) * shape.key_heads;
-  const int64_t ranges = int64_t{16} * device.threads().size();
+  const int64_t ranges = int64_t{64} * device.threads().size();
   device.threads().parallel_for(units, (units + ranges - 1) / ranges, kernel);
 }
 

@@ -284,7 +284,7 @@ size_t mamba2_workspace_bytes(const Mamba2Shape& shape, int capacity, Device& de
 template <typename Kernel>
 void for_each_unit(const StateRows& rows, const Mamba2Shape& shape, Device& device, const Kernel& kernel) {
   const int64_t units = static_cast<int64_t>(rows.count) * Mamba2Units(shape).per_row();
-  const int64_t ranges = int64_t{16} * device.threads().size();
+  const int64_t ranges = int64_t{64} * device.threads().size();
   device.threads().parallel_for(units, (units + ranges - 1) / ranges, kernel);
 }
 
