@@ -10,8 +10,10 @@ for shape in qwen3.5-4b kimi-linear mamba2-48x64x128; do
   bench --shape $shape --batch 1,8,32 --window 16 --tokens 1 --prefill 64,512
   bench --shape $shape --batch 1,8,32 --window 8 --tokens 1
   bench --shape $shape --batch 1,32 --window 16 --tokens 4
+  bench --shape $shape --batch 1,32 --window 16,8 --tokens 1 --prefill 512 --read bf16
 done
 for shape in nemotron-3-nano-4b nemotron-3-super; do
   bench --shape $shape --batch 1,32 --window 16 --tokens 1
   bench --shape $shape --batch 1,32 --window 8 --tokens 1
+  bench --shape $shape --batch 1,32 --window 16,8 --tokens 1 --read bf16
 done
