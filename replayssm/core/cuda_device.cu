@@ -46,7 +46,8 @@ CudaDevice::CudaDevice(int index) : index_(index) {
                  properties.multiProcessorCount,
                  properties.totalGlobalMem,
                  static_cast<size_t>(properties.l2CacheSize),
-                 properties.sharedMemPerMultiprocessor};
+                 properties.sharedMemPerMultiprocessor,
+                 properties.sharedMemPerBlockOptin};
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cuda: create a stream");
   stream_ = stream;
@@ -62,6 +63,8 @@ CudaDevice::CudaDevice(int index) : index_(index) {
   fault_ = new (fault) CudaFault();
   fault_->lock = static_cast<int32_t*>(allocate_bytes(sizeof(int32_t)));
   fill_words(fault_->lock, 0, 1);
+  counter_ = static_cast<uint32_t*>(allocate_bytes(sizeof(uint32_t)));
+  fill_words(counter_, 0, 1);
 }
 
 CudaDevice::~CudaDevice() {
@@ -69,6 +72,7 @@ CudaDevice::~CudaDevice() {
     cudaFree(fault_->lock);
     cudaFreeHost(fault_);
   }
+  cudaFree(counter_);
   for (void* memory : scratch_) cudaFree(memory);
   for (void* event : {fork_event_, join_event_})
     if (event != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event));

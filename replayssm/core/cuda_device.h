@@ -19,6 +19,7 @@ struct CudaProperties {
   size_t memory_bytes = 0;
   size_t l2_bytes = 0;
   size_t shared_bytes_per_multiprocessor = 0;
+  size_t shared_bytes_per_block = 0;  // at most
 };
 
 // What a kernel met that the host could not see when it launched: the first row whose slot or checkpoint lies outside
@@ -54,6 +55,9 @@ class CudaDevice {
   // captured graphs keep what they were given.
   void* scratch(size_t bytes);
 
+  // A word on the device, zero between ops, by which the blocks of an op share out their work.
+  uint32_t* counter() const { return counter_; }
+
   // Waits for the stream. Throws Error for a failed launch and for the first fault since the last call.
   void synchronize();
 
@@ -80,6 +84,7 @@ class CudaDevice {
   std::vector<void*> scratch_;  // the last is the largest
   size_t scratch_bytes_ = 0;
   CudaFault* fault_ = nullptr;
+  uint32_t* counter_ = nullptr;
 };
 
 // The number of GPUs that this process may use; 0 where there is no driver or the library is built without CUDA.

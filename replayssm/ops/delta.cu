@@ -1,19 +1,21 @@
-// The delta rule on GPUs: one kernel that runs the recurrence (conventional step, fold, exact readout, prefill,
-// materialise), and the direct readout: a kernel that pulls queries back through the records for the pass over the
-// checkpoints, and one that folds the rows that flush.
+// The delta rule on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step,
+// prefill, materialise, and what replay.cuh's kernel does not serve. A direct readout of those is a kernel that pulls
+// queries back through the records for the pass over the checkpoints, and one that folds the rows that flush.
 #include "replayssm/ops/delta.h"
 
 #include <algorithm>
 
 #include "replayssm/ops/cuda_checks.h"
 #include "replayssm/ops/launch.cuh"
+#include "replayssm/ops/replay.cuh"
 #include "replayssm/ops/ring.h"
 #include "replayssm/ops/stream.cuh"
+#include "replayssm/ops/tiles.h"
+#include "replayssm/ops/updates.cuh"
 
 namespace replayssm {
 namespace {
 
-constexpr float kNormEps = 1e-6f;
 constexpr int kMaxUnitValues = 128;  // of a warp that prepares: a quad a lane
 // The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers. With 20 of
 // them the record that is loaded ahead spills, so that it is waited for (H200, 32 heads, batch 256, a step: 406 us
@@ -118,42 +120,6 @@ template <typename T>
 __device__ HeadPlace place_of(const DeltaUnit<T>& unit, int checkpoint, int first) {
   const DeltaShape& shape = unit.shape();
   return HeadPlace(checkpoint, shape.heads, unit.head, shape.value_size, first, shape.key_size);
-}
-
-// 1 / sqrt(|k|^2 + eps) of a vector of which each lane holds four channels.
-__device__ float key_scale(float4 k) {
-  const float squares = __fmaf_rn(k.w, k.w, __fmaf_rn(k.z, k.z, __fmaf_rn(k.y, k.y, __fmul_rn(k.x, k.x))));
-  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum_of_lanes<32>(squares), kNormEps)));
-}
-
-__device__ float query_scale(float key_scale, int key_size) {
-  return __fmul_rn(key_scale, __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(key_size))));
-}
-
-// One token's update of a slice: decay, d = beta (v - S k^), S += d k^^T. The only place where the recurrence runs.
-template <int K, bool kPerChannel>
-__device__ void delta_update(Slice<K>& slice, const float* k, const float* decays, float decay, float beta,
-                             float v_first, float v_second) {
-  const int c = threadIdx.x % 4;
-  RowSums sums[2];
-#pragma unroll
-  for (int i = 0; i < Slice<K>::kQuads; ++i) {
-    const float4 x = read_quad(k, c + 4 * i);
-    const float4 a = kPerChannel ? read_quad(decays, c + 4 * i) : make_float4(decay, decay, decay, decay);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      slice.rows[half][i] = multiplied(slice.rows[half][i], a);
-      sums[half].add(slice.rows[half][i], x);
-    }
-  }
-  const float d[2] = {__fmul_rn(beta, __fsub_rn(v_first, sums[0].total())),
-                      __fmul_rn(beta, __fsub_rn(v_second, sums[1].total()))};
-#pragma unroll
-  for (int i = 0; i < Slice<K>::kQuads; ++i) {
-    const float4 x = read_quad(k, c + 4 * i);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) slice.rows[half][i] = multiply_added(x, d[half], slice.rows[half][i]);
-  }
 }
 
 // What of a record is one number, in shared memory.
@@ -314,12 +280,13 @@ __device__ void run_recurrence(const DeltaUnit<T>& unit, int first, uint4* share
       __syncwarp();
       if (j + 1 < count) load(j + 1);
       const auto* v = reinterpret_cast<const T*>(record_values + i * (kSliceRows / 4)) + lane / 4;
-      delta_update<K, kPerChannel>(slice, k, decays, gates[i].decay, gates[i].beta, to_number(v[0]), to_number(v[8]));
+      delta_update<kPerChannel>(slice, VectorOfSlice(k), VectorOfSlice(decays), gates[i].decay, gates[i].beta,
+                                to_number(v[0]), to_number(v[8]));
       if (is_token) {
         float out[2];
         slice.multiply(q, out[0], out[1]);
-        if (has_output() && output_row() < values)
-          unit.write_out(j - history, first + output_row(), lane % 4 == 0 ? out[0] : out[1]);
+        if (has_output(threadIdx.x % 32) && output_row(threadIdx.x % 32) < values)
+          unit.write_out(j - history, first + output_row(threadIdx.x % 32), lane % 4 == 0 ? out[0] : out[1]);
       }
     }
     begin += size;
@@ -624,7 +591,6 @@ void launch_padded(DeltaArgs<T> args, Readout readout, CudaDevice& device) {
   StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
                        args.state.form,   shape.heads,         shape.value_size,       shape.key_size,
                        args.state.window, args.state.capacity, args.tokens_per_row};
-  stream.query_heads = shape.heads;
   stream.queries = args.queries;
   stream.shares = args.shares;
   stream.out = args.out;
@@ -647,6 +613,43 @@ void run(const DeltaArgs<T>& args, Readout readout, CudaDevice& device) {
   if (key_size <= 32) return run_padded.template operator()<32>();
   if (key_size <= 64) return run_padded.template operator()<64>();
   run_padded.template operator()<128>();
+}
+
+template <typename T, typename Out>
+ReplayArgs<T> replay_args(const BasicDeltaDecode<T, Out>& args, CudaDevice& device) {
+  const BasicDeltaState<T>& state = args.state;
+  ReplayArgs<T> replay;
+  replay.rows = args.rows;
+  replay.slots = state.slots;
+  replay.checkpoints = state.checkpoints;
+  replay.checkpoint = state.checkpoint;
+  replay.form = state.form;
+  replay.heads = state.shape.heads;
+  replay.key_heads = state.shape.key_heads;
+  replay.key_size = state.shape.key_size;
+  replay.values = state.shape.value_size;
+  replay.window = state.window;
+  replay.capacity = state.capacity;
+  replay.ring_key = state.ring_k;
+  replay.ring_value = state.ring_v;
+  replay.ring_decay = state.ring_decay;
+  replay.ring_strength = state.ring_beta;
+  replay.ring_scale = state.ring_k_scale;
+  replay.query = args.tokens.q;
+  replay.key = args.tokens.k;
+  replay.value = args.tokens.v;
+  replay.query_stride = args.tokens.q_stride;
+  replay.key_stride = args.tokens.k_stride;
+  replay.value_stride = args.tokens.v_stride;
+  replay.log_decay = args.tokens.g;
+  replay.strength = args.tokens.beta;
+  replay.readout = args.readout;
+  replay.tokens = args.tokens_per_row;
+  replay.out = args.out;
+  replay.has_float_out = std::is_same_v<Out, float>;
+  replay.fault = device.fault();
+  replay.op = "delta_decode";
+  return replay;
 }
 
 template <typename T>
@@ -697,6 +700,16 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
   check_window("delta_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   check_cuda_window("delta_decode", args.state.window, args.tokens_per_row);
   check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
+  const ReplayArgs<T> replay = replay_args(args, device);
+  // A direct readout of planes, or of a window so wide that fewer than two blocks of whole heads have room, is faster
+  // by a pass over the checkpoints (H200, 32 heads, batch 256: planes, L 16, 159 us against 203; L 32, T = 4, 396
+  // against 762).
+  const int rows = static_cast<int>(ceiling_quotient(args.state.shape.value_size, kSliceRows)) * kSliceRows;
+  const bool is_direct = args.readout == Readout::kDirect;
+  const bool is_by_pass = is_direct && (args.state.form == CheckpointForm::kPlanes ||
+                                        !has_room_for_replay(replay, 2, rows, device.properties()));
+  if (args.state.shape.gate_size == 1 && !is_by_pass && has_room_for_replay(replay, 1, kSliceRows, device.properties()))
+    return launch_replay<Rule::kDelta>(replay, device);
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, nullptr, args.out,
           std::is_same_v<Out, float>, device.fault(), "delta_decode"},
          args.readout, device);

@@ -15,19 +15,30 @@ enum class Launch {
   kAside,
 };
 
+// Lets a kernel have so much shared memory.
+inline void set_shared_memory(const char* op, const void* kernel, size_t shared_bytes) {
+  // All of a multiprocessor's memory that can be shared memory is: kernels that want different shares cannot run on one
+  // at a time, and these read little twice.
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), op);
+  if (shared_bytes > 48 * 1024)
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), op);
+}
+
+// The blocks of a kernel that a multiprocessor has room for.
+template <typename Args>
+int resident_blocks(const char* op, void (*kernel)(Args), int threads, size_t shared_bytes) {
+  set_shared_memory(op, reinterpret_cast<const void*>(kernel), shared_bytes);
+  int count = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes), op);
+  return count;
+}
+
 template <typename Args>
 void launch(const char* op, void (*kernel)(Args), dim3 grid, int threads, size_t shared_bytes, const Args& args,
             CudaDevice& device, Launch how = Launch::kPlain) {
-  // All of a multiprocessor's memory that can be shared memory is: kernels that want different shares cannot run on one
-  // at a time, and these read little twice.
-  const auto* function = reinterpret_cast<const void*>(kernel);
-  check_cuda(
-      cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-      op);
-  if (shared_bytes > 48 * 1024)
-    check_cuda(
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        op);
+  set_shared_memory(op, reinterpret_cast<const void*>(kernel), shared_bytes);
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

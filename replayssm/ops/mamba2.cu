@@ -1,19 +1,20 @@
-// Mamba-2 on GPUs: one kernel that runs the recurrence (conventional step, fold, exact readout, prefill, materialise),
-// and the direct readout: a kernel that makes of the records what the pass over the checkpoints needs.
+// Mamba-2 on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step, prefill,
+// materialise; replay steps are replay.cuh's.
 #include "replayssm/ops/mamba2.h"
 
 #include <algorithm>
 
 #include "replayssm/ops/cuda_checks.h"
+#include "replayssm/ops/replay.cuh"
 #include "replayssm/ops/ring.h"
-#include "replayssm/ops/stream.cuh"
+#include "replayssm/ops/slices.cuh"
+#include "replayssm/ops/updates.cuh"
 
 namespace replayssm {
 namespace {
 
 // As in delta.cu (128 heads of 64 x 128, batch 256, a step: 701 us with 20, 594 with 16).
 constexpr int kBlocks = 16;
-constexpr int kGroupWarps = 8;  // of a block that prepares a group
 
 enum class Mamba2Use { kStep, kDecode, kPrefill, kMaterialise };
 
@@ -30,9 +31,6 @@ struct Mamba2Args {
   bool has_float_out;
   CudaFault* fault;
   const char* op;
-  float* queries = nullptr;  // [B * T, G, N padded] of a direct readout
-  float* factors = nullptr;  // [B * T, H]
-  float* shares = nullptr;   // [B * T, H, P]
 };
 
 // A head of a row of the batch.
@@ -127,19 +125,6 @@ __device__ Mamba2Gate gate_of(const Mamba2Unit<T>& unit, int j, float decay_rate
   return gate;
 }
 
-// One token's update of a slice: S = a S + (dt' x) B^T, x_first and x_second already times dt'. The only place where
-// the recurrence runs.
-template <int K>
-__device__ void mamba2_update(Slice<K>& slice, const float* b, float decay, float x_first, float x_second) {
-  const int c = threadIdx.x % 4;
-#pragma unroll
-  for (int i = 0; i < Slice<K>::kQuads; ++i) {
-    const float4 y = read_quad(b, c + 4 * i);
-    slice.rows[0][i] = multiply_added(y, x_first, scaled(slice.rows[0][i], decay));
-    slice.rows[1][i] = multiply_added(y, x_second, scaled(slice.rows[1][i], decay));
-  }
-}
-
 // A lane's quad of a record's or token's B.
 template <typename T>
 __device__ Quad<T> b_quad(const Mamba2Unit<T>& unit, int j) {
@@ -221,12 +206,12 @@ __device__ void run_slice(const Mamba2Unit<T>& unit, int first, uint4* shared) {
       const auto* x = reinterpret_cast<const T*>(record_values + i * (kSliceRows / 4)) + lane / 4;
       const Mamba2Gate gate = gates[i];
       const float x_first = to_number(x[0]), x_second = to_number(x[8]);
-      mamba2_update(slice, b, gate.decay, __fmul_rn(gate.dt, x_first), __fmul_rn(gate.dt, x_second));
+      mamba2_update(slice, VectorOfSlice(b), gate.decay, __fmul_rn(gate.dt, x_first), __fmul_rn(gate.dt, x_second));
       if (is_token) {
         float products[2];
         slice.multiply(c, products[0], products[1]);
-        const int row = output_row();
-        if (has_output() && row < values) {
+        const int row = output_row(threadIdx.x % 32);
+        if (has_output(threadIdx.x % 32) && row < values) {
           const bool is_first = lane % 4 == 0;
           float y = is_first ? products[0] : products[1];
           if (args.heads.d != nullptr) y = __fmaf_rn(skip, is_first ? x_first : x_second, y);
@@ -252,185 +237,60 @@ __global__ void __launch_bounds__(32, kBlocks) mamba2_recurrence_kernel(const __
     run_slice<K>(unit, first, shared);
 }
 
-// As many blocks as may be resident, each a warp, which take the slices of the rows that flush in turn.
 template <int K, typename T>
-__global__ void __launch_bounds__(32, kBlocks) mamba2_flush_kernel(const __grid_constant__ Mamba2Args<T> args) {
-  extern __shared__ uint4 shared[];
-  const int slices = (args.state.shape.head_size + kSliceRows - 1) / kSliceRows;
-  const int of_row = slices * args.state.shape.heads;
-#pragma unroll 1
-  for (int i = blockIdx.x;; i += gridDim.x) {
-    const int b = nth_flushing(args.rows, i / of_row, args.tokens_per_row, args.state.window);
-    if (b < 0) return;
-    const Mamba2Unit<T> unit(args, b, i % of_row / slices);
-    if (!unit.row.is_outside) run_slice<K>(unit, i % slices * kSliceRows, shared);
-    __syncwarp();
-  }
-}
-
-// The share of the records in the outputs of kCount tokens from `first` on, and the tokens' factors, of one head:
-//
-//   factor = e^{s_n},  share = sum_j dt'_j e^{s_n - s_j} (B_j . C_n) x_j + D x_n
-//
-// A lane has four values of the head. `products` are B_j . C_t, [T][records]; `gates` the head's.
-template <int kCount, typename T>
-__device__ void sum_records(const Mamba2Unit<T>& unit, const Mamba2Gate* gates, const float* products, int records,
-                            int first) {
-  constexpr int kBatch = 4;
-  const int lane = threadIdx.x % 32, history = unit.row.history, head_size = unit.shape().head_size;
-  const float skip = unit.skip();
-  const T* ring = unit.x_ring();
-  for (int value = 4 * lane; value - 4 * lane < head_size; value += 128) {
-    const bool has_values = value < head_size;
-    float4 sums[kCount] = {};
-    float decays[kCount];
-#pragma unroll
-    for (int t = 0; t < kCount; ++t) decays[t] = 1;
-    const auto add = [&](int j, Quad<T> quad) {
-      const float4 x = to_numbers(quad);
-      const Mamba2Gate gate = gates[j];
-#pragma unroll
-      for (int t = 0; t < kCount; ++t) {
-        if (j > history + first + t) continue;
-        float c = __fmul_rn(__fmul_rn(gate.dt, decays[t]), products[(first + t) * records + j]);
-        if (j == history + first + t) c = __fadd_rn(c, skip);
-        sums[t] = multiply_added(x, c, sums[t]);
-        decays[t] = __fmul_rn(decays[t], gate.decay);
-      }
-    };
-#pragma unroll 1
-    for (int u = first + kCount - 1; u >= 0; --u)
-      add(history + u, has_values ? load_quad(unit.token_x(u) + value) : Quad<T>{});
-#pragma unroll 1
-    for (int top = history - 1; top >= 0; top -= kBatch) {
-      Quad<T> x[kBatch] = {};
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (has_values && top - i >= 0) x[i] = load_quad(ring + unit.position(top - i) * head_size + value);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (top - i >= 0) add(top - i, x[i]);
-    }
-#pragma unroll
-    for (int t = 0; t < kCount; ++t) {
-      if (has_values)
-        *reinterpret_cast<float4*>(unit.args.shares + unit.token_head(first + t) * head_size + value) = sums[t];
-      if (value == 0) unit.args.factors[unit.token_head(first + t)] = decays[t];
-    }
-  }
-}
-
-// Grid (G, B), block of 8 warps, which makes the queries, factors and shares of a group for the pass over the
-// checkpoints: first the products of the group's B and C, a warp a record, then the heads' sums, a warp a head.
-template <int K, typename T>
-__global__ void __launch_bounds__(kGroupWarps * 32, 3)
-    mamba2_prepare_kernel(const __grid_constant__ Mamba2Args<T> args) {
-  extern __shared__ uint4 memory[];
-  let_next_start();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+void launch_padded(const Mamba2Args<T>& args, CudaDevice& device) {
   const Mamba2Shape& shape = args.state.shape;
-  const int of_group = shape.heads / shape.groups, records = args.state.window + args.tokens_per_row;
-  const int first_head = blockIdx.x * of_group;
-  const Mamba2Unit<T> group(args, blockIdx.y, first_head);
-  if (group.row.is_padding || group.row.is_outside) {
-    for (int h = warp; h < of_group; h += kGroupWarps)
-      Mamba2Unit<T>(args, blockIdx.y, first_head + h).is_refused(blockIdx.y, 0, shape.head_size);
-    return;
-  }
-  if (group.will_flush()) return;
-  auto* products = reinterpret_cast<float*>(memory);  // [T][records]
-  auto* gates = reinterpret_cast<Mamba2Gate*>(products + (args.tokens_per_row * records + 1) / 2 * 2) + warp * records;
-  const int history = group.row.history, count = history + group.tokens;
-  const bool has_channels = 4 * lane < shape.state_size;
-  for (int t = warp; t < group.tokens; t += kGroupWarps) {
-    float4 c = {};
-    if (has_channels) c = to_numbers(load_quad(group.token_c(t) + 4 * lane));
-    const int64_t at = (group.first_token + t) * shape.groups + blockIdx.x;
-    if (4 * lane < K) reinterpret_cast<float4*>(args.queries + at * K)[lane] = c;
-    if (has_channels)
-      store_quad(group.b_ring() + group.position(history + t) * shape.state_size + 4 * lane,
-                 load_quad(group.token_b(t) + 4 * lane));
-  }
-  for (int j = warp; j < count; j += kGroupWarps) {
-    const float4 b = to_numbers(b_quad(group, j));
-    for (int t = max(0, j - history); t < group.tokens; ++t) {
-      float4 c = {};
-      if (has_channels) c = to_numbers(load_quad(group.token_c(t) + 4 * lane));
-      const float product =
-          sum_of_lanes<32>(__fmaf_rn(b.w, c.w, __fmaf_rn(b.z, c.z, __fmaf_rn(b.y, c.y, __fmul_rn(b.x, c.x)))));
-      if (lane == 0) products[t * records + j] = product;
-    }
-  }
-  __syncthreads();
-  for (int h = warp; h < of_group; h += kGroupWarps) {
-    const Mamba2Unit<T> unit(args, blockIdx.y, first_head + h);
-    const float rate = unit.decay_rate();
-    for (int j = lane; j < count; j += 32) gates[j] = gate_of(unit, j, rate, /*is_keeping=*/true);
-    for (int i = lane; i < unit.tokens * shape.head_size / 4; i += 32) {
-      const int t = i / (shape.head_size / 4), value = i % (shape.head_size / 4) * 4;
-      store_quad(unit.x_ring() + unit.position(history + t) * shape.head_size + value,
-                 load_quad(unit.token_x(t) + value));
-    }
-    __syncwarp();
-    int t = 0;
-#pragma unroll 1
-    for (; t + 4 <= unit.tokens; t += 4) sum_records<4>(unit, gates, products, records, t);
-#pragma unroll 1
-    for (; t < unit.tokens; ++t) sum_records<1>(unit, gates, products, records, t);
-    __syncwarp();
-  }
-}
-
-template <int K, typename T>
-void launch_padded(Mamba2Args<T> args, Readout readout, CudaDevice& device) {
-  const Mamba2Shape& shape = args.state.shape;
-  const int records = args.state.window + args.tokens_per_row, slices = (shape.head_size + kSliceRows - 1) / kSliceRows;
-  const size_t recurrence_bytes = kSliceBytes<K> + record_bytes<T>(records);
-  if (readout == Readout::kExact) {
-    launch(args.op, mamba2_recurrence_kernel<K, T>, dim3(slices, shape.heads, args.rows.count), 32, recurrence_bytes,
-           args, device);
-    return;
-  }
-  // The rows that flush take a share of the multiprocessors' warps, and the others are streamed beside them.
-  const StatePlan plan = mamba2_plan(shape, args.rows.count, args.tokens_per_row, device);
-  const int64_t blocks = std::min(int64_t{slices} * shape.heads * args.rows.count,
-                                  int64_t{device.properties().multiprocessors} * plan.flush_warps);
-  device.fork();
-  launch(args.op, mamba2_flush_kernel<K, T>, dim3(static_cast<unsigned>(blocks)), 32, recurrence_bytes, args, device,
-         Launch::kAside);
-  const int64_t tokens = int64_t{args.rows.count} * args.tokens_per_row;
-  const int64_t queries = tokens * shape.groups * K, factors = (tokens * shape.heads + 3) / 4 * 4;
-  args.queries =
-      static_cast<float*>(device.scratch(sizeof(float) * (queries + factors + tokens * shape.heads * shape.head_size)));
-  args.factors = args.queries + queries;
-  args.shares = args.factors + factors;
-  const size_t prepare_bytes =
-      sizeof(float) * ((args.tokens_per_row * records + 1) / 2 * 2) + sizeof(Mamba2Gate) * kGroupWarps * records;
-  launch(args.op, mamba2_prepare_kernel<K, T>, dim3(shape.groups, args.rows.count), kGroupWarps * 32, prepare_bytes,
-         args, device);
-  StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
-                       args.state.form,   shape.heads,         shape.head_size,        shape.state_size,
-                       args.state.window, args.state.capacity, args.tokens_per_row};
-  stream.query_heads = shape.groups;
-  stream.queries = args.queries;
-  stream.factors = args.factors;
-  stream.shares = args.shares;
-  stream.z = args.tokens.z;
-  stream.z_stride = args.tokens.z_stride;
-  stream.out = args.out;
-  stream.has_float_out = args.has_float_out;
-  stream.slices = plan.slices;
-  launch_stream<K>(args.op, stream, device);
-  device.join();
+  const int slices = (shape.head_size + kSliceRows - 1) / kSliceRows;
+  launch(args.op, mamba2_recurrence_kernel<K, T>, dim3(slices, shape.heads, args.rows.count), 32,
+         kSliceBytes<K> + record_bytes<T>(args.state.window + args.tokens_per_row), args, device);
 }
 
 template <typename T>
-void run(const Mamba2Args<T>& args, Readout readout, CudaDevice& device) {
+void run(const Mamba2Args<T>& args, CudaDevice& device) {
   if (args.rows.count == 0) return;
   const int state_size = args.state.shape.state_size;
-  if (state_size <= 32) return launch_padded<32>(args, readout, device);
-  if (state_size <= 64) return launch_padded<64>(args, readout, device);
-  launch_padded<128>(args, readout, device);
+  if (state_size <= 32) return launch_padded<32>(args, device);
+  if (state_size <= 64) return launch_padded<64>(args, device);
+  launch_padded<128>(args, device);
+}
+
+template <typename T, typename Out>
+ReplayArgs<T> replay_args(const BasicMamba2Decode<T, Out>& args, CudaDevice& device) {
+  const BasicMamba2State<T>& state = args.state;
+  ReplayArgs<T> replay;
+  replay.rows = args.rows;
+  replay.slots = state.slots;
+  replay.checkpoints = state.checkpoints;
+  replay.checkpoint = state.checkpoint;
+  replay.form = state.form;
+  replay.heads = state.shape.heads;
+  replay.key_heads = state.shape.groups;
+  replay.key_size = state.shape.state_size;
+  replay.values = state.shape.head_size;
+  replay.window = state.window;
+  replay.capacity = state.capacity;
+  replay.ring_key = state.ring_b;
+  replay.ring_value = state.ring_x;
+  replay.ring_decay = state.ring_decay;
+  replay.ring_strength = state.ring_dt;
+  replay.query = args.tokens.c;
+  replay.key = args.tokens.b;
+  replay.value = args.tokens.x;
+  replay.z = args.tokens.z;
+  replay.query_stride = args.tokens.c_stride;
+  replay.key_stride = args.tokens.b_stride;
+  replay.value_stride = args.tokens.x_stride;
+  replay.z_stride = args.tokens.z_stride;
+  replay.strength = args.tokens.dt;
+  replay.a_log = args.heads.a_log;
+  replay.skip = args.heads.d;
+  replay.readout = args.readout;
+  replay.tokens = args.tokens_per_row;
+  replay.out = args.out;
+  replay.has_float_out = std::is_same_v<Out, float>;
+  replay.fault = device.fault();
+  replay.op = "mamba2_decode";
+  return replay;
 }
 
 template <typename T>
@@ -462,18 +322,13 @@ void check_tokens(const char* op, const Mamba2Shape& shape, const BasicMamba2Tok
 
 }  // namespace
 
-StatePlan mamba2_plan(const Mamba2Shape& shape, int batch, int tokens_per_row, CudaDevice& device) {
-  return state_plan(int64_t{batch} * shape.heads * ((shape.head_size + kSliceRows - 1) / kSliceRows), tokens_per_row,
-                    device);
-}
-
 template <typename T, typename Out>
 void mamba2_step(const BasicMamba2Step<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("mamba2_step", args.state, args.rows);
   check_tokens("mamba2_step", args.state.shape, args.tokens, args.heads, args.out);
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kStep, 1, nullptr, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_step"},
-         Readout::kExact, device);
+         device);
 }
 
 template <typename T, typename Out>
@@ -482,9 +337,13 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
   check_window("mamba2_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   check_cuda_window("mamba2_decode", args.state.window, args.tokens_per_row);
   check_tokens("mamba2_decode", args.state.shape, args.tokens, args.heads, args.out);
+  const ReplayArgs<T> replay = replay_args(args, device);
+  if (has_room_for_replay(replay, 1, kSliceRows, device.properties()))
+    return launch_replay<Rule::kMamba2>(replay, device);
+  // What has no room there is read out exactly, whatever was asked for.
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, nullptr, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_decode"},
-         args.readout, device);
+         device);
 }
 
 template <typename T, typename Out>
@@ -494,7 +353,7 @@ void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, 
   require(args.token_begin != nullptr, "mamba2_prefill: token_begin is null");
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kPrefill, 0, args.token_begin, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_prefill"},
-         Readout::kExact, device);
+         device);
 }
 
 template <typename T>
@@ -512,7 +371,7 @@ void mamba2_materialise(const BasicMamba2Materialise<T>& args, CudaDevice& devic
           true,
           device.fault(),
           "mamba2_materialise"},
-         Readout::kExact, device);
+         device);
 }
 
 #define REPLAYSSM_MAMBA2(T, Out)                                                                    \

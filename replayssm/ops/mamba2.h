@@ -134,7 +134,8 @@ void mamba2_materialise(const Mamba2Materialise& args, Device& device, std::span
 // state_size: a multiple of 16, at most 128; window + tokens_per_row at most 64; tokens_per_row at most 16. Pointers
 // and strides are multiples of 16 bytes (dt excepted), workspace may be empty. A prefill runs the step's
 // update token by token: its outputs and state have the bits of that many steps. A row whose slot or checkpoint lies
-// outside the pool has NaN for outputs, and CudaDevice::synchronize names it.
+// outside the pool has NaN for outputs, and CudaDevice::synchronize names it. Where a decode's records have no room in
+// a block's shared memory, a direct readout is an exact one.
 template <typename T, typename Out>
 void mamba2_step(const BasicMamba2Step<T, Out>& args, CudaDevice& device, std::span<std::byte> workspace);
 template <typename T, typename Out>
@@ -143,9 +144,6 @@ template <typename T, typename Out>
 void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, std::span<std::byte> workspace);
 template <typename T>
 void mamba2_materialise(const BasicMamba2Materialise<T>& args, CudaDevice& device, std::span<std::byte> workspace);
-
-// How a GPU runs a replay step of `batch` rows.
-StatePlan mamba2_plan(const Mamba2Shape& shape, int batch, int tokens_per_row, CudaDevice& device);
 
 // The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
 size_t mamba2_workspace_bytes(const Mamba2Shape& shape, int capacity, Device& device);

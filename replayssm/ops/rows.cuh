@@ -95,6 +95,13 @@ struct Row {
   }
 };
 
+// The ring position of a row's record 0. (32-bit remainders are several times faster, and a base passes 2^32 only in
+// sequences longer than any context.)
+__device__ inline int ring_start(int64_t base, int capacity) {
+  return base <= 0xFFFFFFFFll ? static_cast<int>(static_cast<uint32_t>(base) % static_cast<uint32_t>(capacity))
+                              : static_cast<int>(base % capacity);
+}
+
 __device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_t checkpoints, int window,
                              int capacity) {
   Row row{};
@@ -108,9 +115,7 @@ __device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_
   row.is_outside =
       !row.is_padding && !(is_in(row.slot, slots) && is_in(row.checkpoint_in, checkpoints) &&
                            is_in(row.checkpoint_out, checkpoints) && is_in(row.history, window + 1ll) && base >= 0);
-  // 32-bit remainders are several times faster, and a base passes 2^32 only in sequences longer than any context.
-  row.start = base <= 0xFFFFFFFFll ? static_cast<int>(static_cast<uint32_t>(base) % static_cast<uint32_t>(capacity))
-                                   : static_cast<int>(base % capacity);
+  row.start = ring_start(base, capacity);
   return row;
 }
 

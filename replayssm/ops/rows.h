@@ -48,7 +48,7 @@ enum class Readout {
   kExact,
 };
 
-// How a GPU runs a state kernel.
+// How a GPU passes over checkpoints for a direct readout.
 struct StatePlan {
   int slices = 1;       // of 16 rows that a block of the direct readout reads at once
   int flush_warps = 4;  // of a multiprocessor, for the rows that flush

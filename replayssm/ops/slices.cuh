@@ -65,26 +65,56 @@ __device__ inline float sum_of_lanes(float value) {
   return value;
 }
 
-// x . y added to two partial sums, whose sum over four lanes ends a row's product.
+// Products of a row with a vector added up: a lane's even quads and its odd ones, so that neighbours may be exchanged;
+// the sum over four lanes ends the product.
 struct RowSums {
-  float even = 0, odd = 0;
+  float of[2] = {};
 
-  __device__ void add(float4 x, float4 y) {
-    even = __fmaf_rn(x.x, y.x, even);
-    odd = __fmaf_rn(x.y, y.y, odd);
-    even = __fmaf_rn(x.z, y.z, even);
-    odd = __fmaf_rn(x.w, y.w, odd);
+  // The lane's quad i of each.
+  __device__ void add(int i, float4 x, float4 y) {
+    float& sum = of[i % 2];
+    sum = __fmaf_rn(x.x, y.x, sum);
+    sum = __fmaf_rn(x.y, y.y, sum);
+    sum = __fmaf_rn(x.z, y.z, sum);
+    sum = __fmaf_rn(x.w, y.w, sum);
   }
-  __device__ float total() const { return sum_of_lanes<4>(__fadd_rn(even, odd)); }
+  __device__ float total() const { return sum_of_lanes<4>(__fadd_rn(of[0], of[1])); }
 };
 
-// The row that a lane's output is: lanes c = 0 have row r, lanes c = 1 row r + 8.
-__device__ inline int output_row() {
-  return (threadIdx.x % 32) / 4 + (threadIdx.x % 4) * 8;
+// The row of a slice that a lane's output is: lanes c = 0 have row r, lanes c = 1 row r + 8.
+__device__ inline int output_row(int lane) {
+  return lane / 4 + lane % 4 * 8;
 }
-__device__ inline bool has_output() {
-  return threadIdx.x % 4 < 2;
+__device__ inline bool has_output(int lane) {
+  return lane % 4 < 2;
 }
+
+// Where the rows of a head lie in a checkpoint, from row `first` on.
+struct HeadPlace {
+  int64_t head_values;  // rows before this head's, over checkpoints and heads
+  int values, first, key_size;
+
+  __device__ HeadPlace(int64_t rows_before, int of_head, int first_row, int keys)
+      : head_values(rows_before), values(of_head), first(first_row), key_size(keys) {}
+  __device__ HeadPlace(int checkpoint, int heads, int head, int of_head, int first_row, int keys)
+      : head_values((static_cast<int64_t>(checkpoint) * heads + head) * of_head),
+        values(of_head),
+        first(first_row),
+        key_size(keys) {}
+  __device__ int64_t word(int r) const { return (head_values + first + r) * key_size; }
+  __device__ int64_t hi(int r) const { return (2 * head_values + first + r) * key_size; }
+  __device__ int64_t lo(int r) const { return (2 * head_values + values + first + r) * key_size; }
+};
+
+// A lane's quads of a vector in shared memory.
+class VectorOfSlice {
+ public:
+  __device__ explicit VectorOfSlice(const float* vector) : vector_(vector) {}
+  __device__ float4 operator[](int i) const { return read_quad(vector_, threadIdx.x % 4 + 4 * i); }
+
+ private:
+  const float* vector_;
+};
 
 // A slice of K channels (padded) between memory, shared memory and registers. A Place says where row r of the slice
 // lies: its floats at word(r), or its halves at hi(r) and lo(r), in elements from the checkpoints' beginning. The rows
@@ -171,8 +201,8 @@ struct Slice {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const float4 y = read_quad(vector, c + 4 * i);
-      sums[0].add(rows[0][i], y);
-      sums[1].add(rows[1][i], y);
+      sums[0].add(i, rows[0][i], y);
+      sums[1].add(i, rows[1][i], y);
     }
     first = sums[0].total();
     second = sums[1].total();
@@ -195,8 +225,8 @@ struct Slice {
 #pragma unroll
       for (int t = 0; t < kCount; ++t) {
         const float4 y = reinterpret_cast<const float4*>(vectors + t * K)[c + 4 * i];
-        sums[t][0].add(x[0], y);
-        sums[t][1].add(x[1], y);
+        sums[t][0].add(i, x[0], y);
+        sums[t][1].add(i, x[1], y);
       }
     }
 #pragma unroll

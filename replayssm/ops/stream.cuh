@@ -1,7 +1,7 @@
-// Internal to the direct readouts on GPUs: the pass over the checkpoints. Another kernel has made of the records, for
-// every token, queries (of a head or of several), factors, and the records' share of the outputs; what is left is
+// Internal to the delta rule's direct readouts on GPUs: the pass over the checkpoints. Another kernel has made of the
+// records, for every token, a query of each head and the records' share of the outputs; what is left is
 //
-//   out[t, row] = share[t, row] + factor[t] S0[row] . query[t]          (times z sigmoid(z), where there is a z)
+//   out[t, row] = share[t, row] + S0[row] . query[t]
 //
 // for the rows of the batch that do not flush.
 #pragma once
@@ -18,30 +18,11 @@ struct StreamArgs {
   const float* checkpoint;  // [checkpoints, heads, values, key_size]
   CheckpointForm form;
   int heads, values, key_size, window, capacity, tokens;
-  int query_heads = 0;             // a divisor of heads
-  const float* queries = nullptr;  // [B * tokens, query_heads, K padded]
-  const float* factors = nullptr;  // [B * tokens, heads]; or null: 1
+  const float* queries = nullptr;  // [B * tokens, heads, K padded]
   const float* shares = nullptr;   // [B * tokens, heads, values]
-  const T* z = nullptr;            // [B * tokens, heads, values], z_stride; or null
-  int64_t z_stride = 0;
-  void* out = nullptr;  // [B * tokens, heads, values]
+  void* out = nullptr;             // [B * tokens, heads, values]
   bool has_float_out = false;
   int slices = 1;  // of a block
-};
-
-// Where the rows of a head lie in a checkpoint, from row `first` on.
-struct HeadPlace {
-  int64_t head_values;  // rows before this head's, over checkpoints and heads
-  int values, first, key_size;
-
-  __device__ HeadPlace(int checkpoint, int heads, int head, int of_head, int first_row, int keys)
-      : head_values((static_cast<int64_t>(checkpoint) * heads + head) * of_head),
-        values(of_head),
-        first(first_row),
-        key_size(keys) {}
-  __device__ int64_t word(int r) const { return (head_values + first + r) * key_size; }
-  __device__ int64_t hi(int r) const { return (2 * head_values + first + r) * key_size; }
-  __device__ int64_t lo(int r) const { return (2 * head_values + values + first + r) * key_size; }
 };
 
 // `shares` are the slice's, [tokens][16], in shared memory.
@@ -50,15 +31,13 @@ __device__ void stream_tokens(const StreamArgs<T>& args, const uint4* slice, con
                               int first, int t) {
   float products[kCount];
   Slice<K>::template multiply_shared<kCount>(products, slice, queries + t * K, args.form);
-  const int row = first + output_row();
-  if (!has_output() || row >= args.values) return;
+  const int row = first + output_row(threadIdx.x % 32);
+  if (!has_output(threadIdx.x % 32) || row >= args.values) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int64_t token = static_cast<int64_t>(blockIdx.z) * args.tokens + t + i;
     const int64_t at = (token * args.heads + blockIdx.y) * args.values + row;
-    const float factor = args.factors == nullptr ? 1.0f : __ldcg(args.factors + token * args.heads + blockIdx.y);
-    float y = __fmaf_rn(factor, products[i], shares[(t + i) * args.slices * kSliceRows + output_row()]);
-    if (args.z != nullptr) y = gated(y, to_number(args.z[token * args.z_stride + blockIdx.y * args.values + row]));
+    const float y = __fadd_rn(products[i], shares[(t + i) * args.slices * kSliceRows + output_row(threadIdx.x % 32)]);
     if (args.has_float_out)
       static_cast<float*>(args.out)[at] = y;
     else
@@ -83,11 +62,9 @@ __global__ void __launch_bounds__(32, 24) stream_kernel(const __grid_constant__ 
           args.checkpoint, min(kSliceRows, args.values - first - i * kSliceRows), args.key_size, args.form,
           /*hi_alone=*/true);
   wait_for_previous();
-  const int query_head = blockIdx.y / (args.heads / args.query_heads);
   for (int i = threadIdx.x; i < args.tokens * K / 4; i += 32) {
     const int64_t token = static_cast<int64_t>(blockIdx.z) * args.tokens + i / (K / 4);
-    copy_chunk_async(queries + 4 * i, args.queries + (token * args.query_heads + query_head) * K + 4 * (i % (K / 4)),
-                     true);
+    copy_chunk_async(queries + 4 * i, args.queries + (token * args.heads + blockIdx.y) * K + 4 * (i % (K / 4)), true);
   }
   float* shares = queries + args.tokens * K;
   const int rows = args.slices * kSliceRows;

@@ -1,0 +1,94 @@
+// Internal to the CUDA replay kernel: copies from memory to shared memory that run beside a warp's work. On Hopper and
+// later the copy engine makes them, a piece an instruction; before, the lanes of a warp do, 16 bytes each.
+#pragma once
+
+#include <cstdint>
+
+namespace replayssm {
+
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool kHasCopyEngine = true;
+#else
+inline constexpr bool kHasCopyEngine = false;
+#endif
+
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+__device__ inline void copy_word_async(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+// Waits for the words that this thread has copied outside of an Arrival.
+__device__ inline void wait_for_words() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Makes shared memory as it is now known to the copy engine, which may write there next.
+__device__ inline void let_engine_see() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Where a warp's copies are awaited, round by round; lives in shared memory. In a round the warp calls begin with the
+// bytes that copy will be given in all, then copy and copy_word_async any number of times, then end.
+class Arrival {
+ public:
+  __device__ void initialise() {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier_)), "r"(kHasCopyEngine ? 33 : 32));
+  }
+
+  // The warp together.
+  __device__ void begin(uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x % 32 == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier_)), "r"(bytes)
+                   : "memory");
+    __syncwarp();
+#endif
+  }
+
+  // Any lanes, each a piece of its own: a multiple of 16 bytes, aligned to 16.
+  __device__ void copy(void* shared, const void* global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(&barrier_))
+                 : "memory");
+#else
+    for (uint32_t at = 0; at < bytes; at += 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared) + at),
+                   "l"(static_cast<const char*>(global) + at)
+                   : "memory");
+#endif
+  }
+
+  // The warp together.
+  __device__ void end() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier_)) : "memory");
+  }
+
+  // Any threads: until round `round`, the last that has begun, is there.
+  __device__ void wait(int round) const {
+    uint32_t is_there = 0;
+    do {
+#if __CUDA_ARCH__ >= 900
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(is_there)
+                   : "r"(shared_address(&barrier_)), "r"(round & 1)
+                   : "memory");
+#else
+      asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(is_there)
+                   : "r"(shared_address(&barrier_)), "r"(round & 1)
+                   : "memory");
+#endif
+    } while (is_there == 0);
+  }
+
+ private:
+  uint64_t barrier_;
+};
+
+}  // namespace replayssm
