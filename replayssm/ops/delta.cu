@@ -618,21 +618,13 @@ void run(const DeltaArgs<T>& args, Readout readout, CudaDevice& device) {
 template <typename T, typename Out>
 ReplayArgs<T> replay_args(const BasicDeltaDecode<T, Out>& args, CudaDevice& device) {
   const BasicDeltaState<T>& state = args.state;
-  ReplayArgs<T> replay;
-  replay.rows = args.rows;
-  replay.slots = state.slots;
-  replay.checkpoints = state.checkpoints;
-  replay.checkpoint = state.checkpoint;
-  replay.form = state.form;
+  ReplayArgs<T> replay = replay_args<T>("delta_decode", args, device);
   replay.heads = state.shape.heads;
   replay.key_heads = state.shape.key_heads;
   replay.key_size = state.shape.key_size;
   replay.values = state.shape.value_size;
-  replay.window = state.window;
-  replay.capacity = state.capacity;
   replay.ring_key = state.ring_k;
   replay.ring_value = state.ring_v;
-  replay.ring_decay = state.ring_decay;
   replay.ring_strength = state.ring_beta;
   replay.ring_scale = state.ring_k_scale;
   replay.query = args.tokens.q;
@@ -643,12 +635,6 @@ ReplayArgs<T> replay_args(const BasicDeltaDecode<T, Out>& args, CudaDevice& devi
   replay.value_stride = args.tokens.v_stride;
   replay.log_decay = args.tokens.g;
   replay.strength = args.tokens.beta;
-  replay.readout = args.readout;
-  replay.tokens = args.tokens_per_row;
-  replay.out = args.out;
-  replay.has_float_out = std::is_same_v<Out, float>;
-  replay.fault = device.fault();
-  replay.op = "delta_decode";
   return replay;
 }
 

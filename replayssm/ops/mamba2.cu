@@ -257,21 +257,13 @@ void run(const Mamba2Args<T>& args, CudaDevice& device) {
 template <typename T, typename Out>
 ReplayArgs<T> replay_args(const BasicMamba2Decode<T, Out>& args, CudaDevice& device) {
   const BasicMamba2State<T>& state = args.state;
-  ReplayArgs<T> replay;
-  replay.rows = args.rows;
-  replay.slots = state.slots;
-  replay.checkpoints = state.checkpoints;
-  replay.checkpoint = state.checkpoint;
-  replay.form = state.form;
+  ReplayArgs<T> replay = replay_args<T>("mamba2_decode", args, device);
   replay.heads = state.shape.heads;
   replay.key_heads = state.shape.groups;
   replay.key_size = state.shape.state_size;
   replay.values = state.shape.head_size;
-  replay.window = state.window;
-  replay.capacity = state.capacity;
   replay.ring_key = state.ring_b;
   replay.ring_value = state.ring_x;
-  replay.ring_decay = state.ring_decay;
   replay.ring_strength = state.ring_dt;
   replay.query = args.tokens.c;
   replay.key = args.tokens.b;
@@ -284,12 +276,6 @@ ReplayArgs<T> replay_args(const BasicMamba2Decode<T, Out>& args, CudaDevice& dev
   replay.strength = args.tokens.dt;
   replay.a_log = args.heads.a_log;
   replay.skip = args.heads.d;
-  replay.readout = args.readout;
-  replay.tokens = args.tokens_per_row;
-  replay.out = args.out;
-  replay.has_float_out = std::is_same_v<Out, float>;
-  replay.fault = device.fault();
-  replay.op = "mamba2_decode";
   return replay;
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "replayssm/ops/launch.cuh"
 #include "replayssm/ops/staged.cuh"
@@ -82,6 +83,27 @@ struct ReplayArgs {
   uint32_t* asked = nullptr;  // counts the units asked for beyond each block's first kAhead; null if there are no more
   ReplayShared shared{};
 };
+
+// What the families' decodes have in common.
+template <typename T, typename Decode>
+ReplayArgs<T> replay_args(const char* op, const Decode& decode, CudaDevice& device) {
+  ReplayArgs<T> args;
+  args.rows = decode.rows;
+  args.slots = decode.state.slots;
+  args.checkpoints = decode.state.checkpoints;
+  args.checkpoint = decode.state.checkpoint;
+  args.form = decode.state.form;
+  args.window = decode.state.window;
+  args.capacity = decode.state.capacity;
+  args.ring_decay = decode.state.ring_decay;
+  args.readout = decode.readout;
+  args.tokens = decode.tokens_per_row;
+  args.out = decode.out;
+  args.has_float_out = std::is_same_v<decltype(decode.out), float*>;
+  args.fault = device.fault();
+  args.op = op;
+  return args;
+}
 
 enum class UnitKind { kNone, kPadding, kOutside, kDirect, kWalk };
 

@@ -89,6 +89,19 @@ __device__ inline bool has_output(int lane) {
   return lane % 4 < 2;
 }
 
+// A word of its halves (rows.h), of which lo is the upper half of a word.
+__device__ inline float with_lo(uint32_t hi, uint32_t lo) {
+  return __uint_as_float(hi + static_cast<uint32_t>(static_cast<int32_t>(lo) >> 16));
+}
+// The halves of two words, in pairs.
+__device__ inline void split(float even, float odd, uint32_t& hi, uint32_t& lo) {
+  const auto word_of = [](float value) { return isnan(value) ? 0x7FC00000u : __float_as_uint(value); };
+  const uint32_t a = word_of(even), b = word_of(odd);
+  const uint32_t a_hi = (a + 0x8000u) >> 16, b_hi = (b + 0x8000u) >> 16;
+  hi = a_hi | b_hi << 16;
+  lo = ((a - (a_hi << 16)) & 0xFFFFu) | (b - (b_hi << 16)) << 16;
+}
+
 // Where the rows of a head lie in a checkpoint, from row `first` on.
 struct HeadPlace {
   int64_t head_values;  // rows before this head's, over checkpoints and heads
@@ -271,17 +284,6 @@ struct Slice {
   __device__ static uint2 half_quad(const uint4* shared, int half, int i) {
     const int r = (threadIdx.x % 32) / 4 + 8 * half, c = threadIdx.x % 4;
     return reinterpret_cast<const uint2*>(shared + place_of<kHalfChunks, 4>(r, c / 2 + 2 * i))[c % 2];
-  }
-
-  __device__ static float with_lo(uint32_t hi, uint32_t lo) {
-    return __uint_as_float(hi + static_cast<uint32_t>(static_cast<int32_t>(lo) >> 16));
-  }
-  __device__ static void split(float even, float odd, uint32_t& hi, uint32_t& lo) {
-    const auto word_of = [](float value) { return isnan(value) ? 0x7FC00000u : __float_as_uint(value); };
-    const uint32_t a = word_of(even), b = word_of(odd);
-    const uint32_t a_hi = (a + 0x8000u) >> 16, b_hi = (b + 0x8000u) >> 16;
-    hi = a_hi | b_hi << 16;
-    lo = ((a - (a_hi << 16)) & 0xFFFFu) | (b - (b_hi << 16)) << 16;
   }
 };
 

@@ -200,17 +200,6 @@ struct StagedSlice {
       }
     }
   }
-
-  __device__ static float with_lo(uint32_t hi, uint32_t lo) {
-    return __uint_as_float(hi + static_cast<uint32_t>(static_cast<int32_t>(lo) >> 16));
-  }
-  __device__ static void split(float even, float odd, uint32_t& hi, uint32_t& lo) {
-    const auto word_of = [](float value) { return isnan(value) ? 0x7FC00000u : __float_as_uint(value); };
-    const uint32_t a = word_of(even), b = word_of(odd);
-    const uint32_t a_hi = (a + 0x8000u) >> 16, b_hi = (b + 0x8000u) >> 16;
-    hi = a_hi | b_hi << 16;
-    lo = ((a - (a_hi << 16)) & 0xFFFFu) | (b - (b_hi << 16)) << 16;
-  }
 };
 
 }  // namespace replayssm
