@@ -61,7 +61,7 @@ double call_bytes(const Case& timed, const CudaLayerBytes& bytes, std::span<cons
   double sum = 0;
   for (const CursorPhase& cursor : cycle) {
     const bool is_flush = cursor.history + timed.tokens > timed.window;
-    sum += (is_flush ? 2.0 : is_half_read ? 0.5 : 1.0) * bytes.checkpoint + cursor.history * bytes.record;
+    sum += states_moved(is_flush, is_half_read) * bytes.checkpoint + cursor.history * bytes.record;
   }
   return timed.batch * (sum / static_cast<double>(cycle.size()) + timed.tokens * (bytes.record + bytes.token));
 }
@@ -72,7 +72,7 @@ class LayerTiming {
  public:
   LayerTiming(const OpsOptions& options, const typename Layer::Shape& shape, CudaDevice& device, const CudaRoofs& roofs)
       : options_(options), shape_(shape), device_(device), roofs_(roofs) {
-    form_ = options.read == "bf16" ? CheckpointForm::kPlanes : CheckpointForm::kWords;
+    form_ = form_of(options);
   }
 
   template <typename Show>

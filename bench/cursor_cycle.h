@@ -62,6 +62,11 @@ inline std::vector<CursorPhase> cursor_cycle(int window, int tokens, std::span<c
   }
 }
 
+// What a replay step moves of a row's state, in states: a flush reads and writes it, another step reads it, or half.
+inline double states_moved(bool is_flush, bool is_half_read) {
+  return is_flush ? 2.0 : is_half_read ? 0.5 : 1.0;
+}
+
 // How far into a cycle of `phases` each row of a batch is: evenly spread, neighbouring rows far apart.
 inline std::vector<int> row_phases(int batch, int phases) {
   int stride = std::max(1, static_cast<int>(0.618 * batch));

@@ -66,10 +66,6 @@ struct Samples {
   }
 };
 
-CheckpointForm form_of(const OpsOptions& options) {
-  return options.read == "bf16" ? CheckpointForm::kPlanes : CheckpointForm::kWords;
-}
-
 // A decoding step's shape, whatever the layer's.
 struct Step {
   int batch, window, tokens;

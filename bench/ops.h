@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "replayssm/ops/rows.h"
+
 namespace replayssm::bench {
 
 // Every window with every number of tokens that it holds.
@@ -26,6 +28,11 @@ struct OpsOptions {
   std::string type;                   // of inputs and records: bf16, fp16 or fp32; empty: bf16
   std::string out;                    // of outputs: type or fp32; empty: type
 };
+
+// How the options want checkpoints to lie in memory.
+inline CheckpointForm form_of(const OpsOptions& options) {
+  return options.read == "bf16" ? CheckpointForm::kPlanes : CheckpointForm::kWords;
+}
 
 struct Prompt {
   int tokens = 0;

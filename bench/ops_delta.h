@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bench/cursor_cycle.h"
 #include "bench/op_memory.h"
 #include "replayssm/core/buffer.h"
 #include "replayssm/core/device.h"
@@ -74,11 +75,8 @@ class DeltaBench {
     for (int b = 0; b < batch_; ++b) {
       int32_t& history = history_[set_ * batch_ + b];
       const bool is_flush = history + tokens_ > state_.window;
-      bytes_ += (is_flush       ? 2.0
-                 : is_half_read ? 0.5
-                                : 1.0) *
-                    state_bytes() +
-                history * record_bytes() + tokens_ * (record_bytes() + token_bytes());
+      bytes_ += states_moved(is_flush, is_half_read) * state_bytes() + history * record_bytes() +
+                tokens_ * (record_bytes() + token_bytes());
       if (is_flush) {
         base_[set_ * batch_ + b] += history;
         history = 0;
