@@ -1,5 +1,6 @@
-// Internal to the CUDA replay kernel: copies from memory to shared memory that run beside a warp's work. On Hopper and
-// later the copy engine makes them, a piece an instruction; before, the lanes of a warp do, 16 bytes each.
+// Internal to the CUDA state kernels: copies from memory to shared memory that run beside a warp's work: those that
+// each lane makes and awaits, and those of an Arrival. These the copy engine makes on Hopper and later, a piece an
+// instruction; before, the lanes of a warp do, 16 bytes each.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,15 @@ __device__ inline uint32_t shared_address(const void* shared) {
 __device__ inline void copy_word_async(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
-// Waits for the words that this thread has copied outside of an Arrival.
-__device__ inline void wait_for_words() {
+__device__ inline void copy_chunk_async(void* shared, const void* global, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
+__device__ inline void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+__device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
@@ -58,9 +66,7 @@ class Arrival {
                  : "memory");
 #else
     for (uint32_t at = 0; at < bytes; at += 16)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared) + at),
-                   "l"(static_cast<const char*>(global) + at)
-                   : "memory");
+      copy_chunk_async(static_cast<char*>(shared) + at, static_cast<const char*>(global) + at, true);
 #endif
   }
 

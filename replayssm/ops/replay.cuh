@@ -623,7 +623,7 @@ struct ReplayBlock {
     const int helper = warp() - row_warps();
     if (helper == 0) {
       for (int index = 0; index < kAhead - 1; ++index) copy_row(index);
-      wait_for_words();
+      wait_for_copies();
       __syncwarp();
       if (lane() < 2) derive(lane());
     }

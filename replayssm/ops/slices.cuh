@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "replayssm/ops/copies.cuh"
 #include "replayssm/ops/rows.cuh"
 
 namespace replayssm {
@@ -19,26 +20,13 @@ inline constexpr unsigned kWarp = 0xFFFFFFFFu;
 template <int K>
 inline constexpr int kSliceBytes = kSliceRows* K * 4;
 
-__device__ inline void copy_chunk_async(void* shared, const void* global, bool is_there) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(is_there ? 16 : 0)
-               : "memory");
-}
-__device__ inline void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
 // Four numbers of a vector in shared memory. Volatile: a compiler that sees one vector read twice keeps it in registers
 // between, which with a slice there already means memory.
 __device__ inline float4 read_quad(const float* vector, int quad) {
   float4 x;
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(vector + 4 * quad));
   asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address));
+               : "r"(shared_address(vector + 4 * quad)));
   return x;
 }
 
@@ -89,20 +77,28 @@ __device__ inline bool has_output(int lane) {
   return lane % 4 < 2;
 }
 
-// A word of its halves (rows.h), of which lo is the upper half of a word.
-__device__ inline float with_lo(uint32_t hi, uint32_t lo) {
-  return __uint_as_float(hi + static_cast<uint32_t>(static_cast<int32_t>(lo) >> 16));
+// A quad of words of its halves, and the halves of a quad (rows.h); a pair of halves in a word.
+__device__ inline float4 joined(uint2 hi, uint2 lo) {
+  const auto word = [](uint32_t hi, uint32_t lo) {  // lo: of which the upper half counts
+    return __uint_as_float(hi + static_cast<uint32_t>(static_cast<int32_t>(lo) >> 16));
+  };
+  return make_float4(word(hi.x << 16, lo.x << 16), word(hi.x & 0xFFFF0000u, lo.x), word(hi.y << 16, lo.y << 16),
+                     word(hi.y & 0xFFFF0000u, lo.y));
 }
-// The halves of two words, in pairs.
-__device__ inline void split(float even, float odd, uint32_t& hi, uint32_t& lo) {
-  const auto word_of = [](float value) { return isnan(value) ? 0x7FC00000u : __float_as_uint(value); };
-  const uint32_t a = word_of(even), b = word_of(odd);
-  const uint32_t a_hi = (a + 0x8000u) >> 16, b_hi = (b + 0x8000u) >> 16;
-  hi = a_hi | b_hi << 16;
-  lo = ((a - (a_hi << 16)) & 0xFFFFu) | (b - (b_hi << 16)) << 16;
+__device__ inline void split(float4 quad, uint2& hi, uint2& lo) {
+  const auto split_pair = [](float even, float odd, uint32_t& hi, uint32_t& lo) {
+    const auto word_of = [](float value) { return isnan(value) ? 0x7FC00000u : __float_as_uint(value); };
+    const uint32_t a = word_of(even), b = word_of(odd);
+    const uint32_t a_hi = (a + 0x8000u) >> 16, b_hi = (b + 0x8000u) >> 16;
+    hi = a_hi | b_hi << 16;
+    lo = ((a - (a_hi << 16)) & 0xFFFFu) | (b - (b_hi << 16)) << 16;
+  };
+  split_pair(quad.x, quad.y, hi.x, lo.x);
+  split_pair(quad.z, quad.w, hi.y, lo.y);
 }
 
-// Where the rows of a head lie in a checkpoint, from row `first` on.
+// Where the rows of a head lie in the checkpoints, from row `first` on, in elements from their beginning: row r's words
+// at word(r), or its halves at hi(r) and lo(r).
 struct HeadPlace {
   int64_t head_values;  // rows before this head's, over checkpoints and heads
   int values, first, key_size;
@@ -110,10 +106,7 @@ struct HeadPlace {
   __device__ HeadPlace(int64_t rows_before, int of_head, int first_row, int keys)
       : head_values(rows_before), values(of_head), first(first_row), key_size(keys) {}
   __device__ HeadPlace(int checkpoint, int heads, int head, int of_head, int first_row, int keys)
-      : head_values((static_cast<int64_t>(checkpoint) * heads + head) * of_head),
-        values(of_head),
-        first(first_row),
-        key_size(keys) {}
+      : HeadPlace((static_cast<int64_t>(checkpoint) * heads + head) * of_head, of_head, first_row, keys) {}
   __device__ int64_t word(int r) const { return (head_values + first + r) * key_size; }
   __device__ int64_t hi(int r) const { return (2 * head_values + first + r) * key_size; }
   __device__ int64_t lo(int r) const { return (2 * head_values + values + first + r) * key_size; }
@@ -129,8 +122,7 @@ class VectorOfSlice {
   const float* vector_;
 };
 
-// A slice of K channels (padded) between memory, shared memory and registers. A Place says where row r of the slice
-// lies: its floats at word(r), or its halves at hi(r) and lo(r), in elements from the checkpoints' beginning. The rows
+// A slice of K channels (padded) between memory, shared memory and registers. The rows
 // of a slice follow one another.
 template <int K>
 struct Slice {
@@ -141,9 +133,8 @@ struct Slice {
   float4 rows[2][kQuads];
 
   // Begins to read `rows` rows; with hi_alone (planes only) one half of them.
-  template <typename Place>
-  __device__ static void begin_read(uint4* shared, const Place& place, const float* checkpoint, int rows, int key_size,
-                                    CheckpointForm form, bool hi_alone) {
+  __device__ static void begin_read(uint4* shared, const HeadPlace& place, const float* checkpoint, int rows,
+                                    int key_size, CheckpointForm form, bool hi_alone) {
     const bool is_whole = rows == kSliceRows && key_size == K;
     if (form == CheckpointForm::kWords) {
       copy_rows<kWordChunks, 2>(shared, is_whole, rows, key_size / 4,
@@ -169,16 +160,13 @@ struct Slice {
         if (form == CheckpointForm::kWords) {
           rows[half][i] = word_quad(shared, half, i);
         } else {
-          const uint2 his = half_quad(shared, half, i), los = half_quad(lo, half, i);
-          rows[half][i] = make_float4(with_lo(his.x << 16, los.x << 16), with_lo(his.x & 0xFFFF0000u, los.x),
-                                      with_lo(his.y << 16, los.y << 16), with_lo(his.y & 0xFFFF0000u, los.y));
+          rows[half][i] = joined(half_quad(shared, half, i), half_quad(lo, half, i));
         }
       }
   }
 
   // Writes the slice to a checkpoint.
-  template <typename Place>
-  __device__ void write(const Place& place, float* checkpoint, int count, int key_size, CheckpointForm form) const {
+  __device__ void write(const HeadPlace& place, float* checkpoint, int count, int key_size, CheckpointForm form) const {
     const int r = (threadIdx.x % 32) / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -196,10 +184,8 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
           if (4 * (c + 4 * i) >= key_size) continue;
-          const float4 x = rows[half][i];
           uint2 his, los;
-          split(x.x, x.y, his.x, los.x);
-          split(x.z, x.w, his.y, los.y);
+          split(rows[half][i], his, los);
           __stcs(hi + c + 4 * i, his);
           __stcs(lo + c + 4 * i, los);
         }

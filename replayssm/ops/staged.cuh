@@ -4,7 +4,6 @@
 // row has neighbouring quads exchanged: its i-th is quad c + 4 (i ^ 1). RowSums makes nothing of the order of the two.
 #pragma once
 
-#include "replayssm/ops/copies.cuh"
 #include "replayssm/ops/slices.cuh"
 
 namespace replayssm {
@@ -38,26 +37,18 @@ class LaneQuads {
   const char *even_, *odd_;
 };
 
-// A lane's quads of a vector of numbers in shared memory. Read as volatile: a compiler that sees one vector read twice
-// keeps it in registers between, which with a slice there already means memory.
+// A lane's quads of a vector of numbers in shared memory.
 class VectorQuads {
  public:
   __device__ VectorQuads(const float* vector, int lane) : quads_(vector, lane) {}
-  __device__ float4 operator[](int i) const {
-    float4 x;
-    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(shared_address(quads_.at(i))));
-    return x;
-  }
+  __device__ float4 operator[](int i) const { return read_quad(reinterpret_cast<const float*>(quads_.at(i)), 0); }
 
  private:
   LaneQuads<16> quads_;
 };
 
-// A slice of K channels (padded) between memory, shared memory and registers. A Place says where row r of the slice
-// lies: its floats at word(r), or its halves at hi(r) and lo(r), in elements from the checkpoints' beginning. The rows
-// of a slice follow one another. In shared memory rows of K words or of K first halves, and behind those of K second
+// A slice of K channels (padded) between memory, shared memory and registers. The rows of
+// a slice follow one another. In shared memory rows of K words or of K first halves, and behind those of K second
 // ones, follow one another; what lies past a row's channels there is zero.
 template <int K, CheckpointForm kForm>
 struct StagedSlice {
@@ -73,8 +64,7 @@ struct StagedSlice {
   }
 
   // Begins to read `rows` rows; with hi_alone (planes only) one half of them. The warp together.
-  template <typename Place>
-  __device__ static void read(Arrival& arrival, char* shared, const Place& place, const float* checkpoint, int rows,
+  __device__ static void read(Arrival& arrival, char* shared, const HeadPlace& place, const float* checkpoint, int rows,
                               int key_size, bool hi_alone) {
     constexpr int kRow = kIsWords ? kWordRow : kHalfRow;
     const auto* bytes = reinterpret_cast<const char*>(checkpoint);
@@ -103,17 +93,16 @@ struct StagedSlice {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-          const uint2 his = *reinterpret_cast<const uint2*>(hi.at(i, half * 8 * kHalfRow));
-          const uint2 los = *reinterpret_cast<const uint2*>(lo.at(i, half * 8 * kHalfRow));
-          rows[half][i] = make_float4(with_lo(his.x << 16, los.x << 16), with_lo(his.x & 0xFFFF0000u, los.x),
-                                      with_lo(his.y << 16, los.y << 16), with_lo(his.y & 0xFFFF0000u, los.y));
+          const auto half_at = [&](const LaneQuads<8>& plane) {
+            return *reinterpret_cast<const uint2*>(plane.at(i, half * 8 * kHalfRow));
+          };
+          rows[half][i] = joined(half_at(hi), half_at(lo));
         }
     }
   }
 
   // Writes `count` rows to a checkpoint.
-  template <typename Place>
-  __device__ void write(const Place& place, float* checkpoint, int count, int key_size) const {
+  __device__ void write(const HeadPlace& place, float* checkpoint, int count, int key_size) const {
     const int lane = fresh_thread() % 32, r = lane / 4;
     if constexpr (kIsWords) {
       store_words(LaneQuads<16>(checkpoint + place.word(r), lane), 8 * 4 * key_size, count, key_size, lane);
@@ -191,10 +180,8 @@ struct StagedSlice {
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
         if (key_size != K && 4 * LaneQuads<8>::number(i, lane) >= key_size) continue;
-        const float4 x = rows[half][i];
         uint2 his, los;
-        split(x.x, x.y, his.x, los.x);
-        split(x.z, x.w, his.y, los.y);
+        split(rows[half][i], his, los);
         *reinterpret_cast<uint2*>(hi.at(i, half * half_distance)) = his;
         *reinterpret_cast<uint2*>(lo.at(i, half * half_distance)) = los;
       }
