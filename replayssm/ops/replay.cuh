@@ -10,137 +10,13 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "replayssm/ops/launch.cuh"
+#include "replayssm/ops/replay_units.cuh"
 #include "replayssm/ops/staged.cuh"
 #include "replayssm/ops/updates.cuh"
 
 namespace replayssm {
-
-enum class Rule { kDelta, kMamba2 };  // kDelta: one gate a head
-
-// Where what lies in a block's shared memory, in bytes from its beginning, after the slices. Of [2] and [3] units take
-// turns: one is worked on, the next is made ready, the one after that is on its way.
-struct ReplayShared {
-  int key_buffers;  // 2, or 1 for wide windows: then records are made ready when a walk before them has ended
-  int raw_keys;     // T [records, K]
-  int raw_queries;  // T [tokens, K]
-  int keys;         // float [key_buffers, records, K]
-  int queries;      // float [2, tokens, K]
-  int products;     // float [2, tokens, records]
-  int mutual;       // float [records / 4, 6]
-  int values;       // T [3, records, unit_values]
-  int gates;        // float [3, 3, records]: decay, strength, scale
-  int schedule;     // Schedule
-  int bytes;
-};
-
-// Division by what a launch knows, as a product: exact for all 32-bit numbers.
-struct Divisor {
-  uint64_t reciprocal = 0;  // of 2^64, rounded up
-  uint32_t divisor = 1;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t by) : reciprocal(~uint64_t{0} / by + 1), divisor(by) {}
-  __device__ uint32_t quotient(uint32_t number) const {
-    return divisor == 1 ? number : static_cast<uint32_t>(__umul64hi(reciprocal, number));
-  }
-};
-
-// The family's own names: query is q or C, key is k or B, value is v or x, strength is beta or dt'.
-template <typename T>
-struct ReplayArgs {
-  StateRows rows;
-  int64_t slots = 0, checkpoints = 0;
-  float* checkpoint = nullptr;
-  CheckpointForm form = CheckpointForm::kWords;
-  int heads = 0, key_heads = 0, key_size = 0, values = 0, window = 0, capacity = 0;
-  T* ring_key = nullptr;
-  T* ring_value = nullptr;
-  float* ring_decay = nullptr;
-  float* ring_strength = nullptr;
-  float* ring_scale = nullptr;  // delta
-  const T *query = nullptr, *key = nullptr, *value = nullptr, *z = nullptr;
-  int64_t query_stride = 0, key_stride = 0, value_stride = 0, z_stride = 0;
-  const float* log_decay = nullptr;  // delta: g
-  const float* strength = nullptr;
-  const float* a_log = nullptr;  // Mamba-2
-  const float* skip = nullptr;   // Mamba-2: D
-  Readout readout = Readout::kExact;
-  int tokens = 0;  // of a row
-  void* out = nullptr;
-  bool has_float_out = false;
-  CudaFault* fault = nullptr;
-  const char* op = "";
-  // How the launch cuts the work.
-  int unit_values = 0;                // rows of a block
-  int warp_rows = 0;                  // of a warp: a slice's or two's
-  int helpers = 0;                    // warps of a block beside those of the rows
-  int records = 0;                    // that a unit may have
-  Divisor by_row, by_part, by_share;  // units of a row and of a head, heads of a key head
-  uint32_t units = 0;
-  uint32_t* asked = nullptr;  // counts the units asked for beyond each block's first kAhead; null if there are no more
-  ReplayShared shared{};
-};
-
-// What the families' decodes have in common.
-template <typename T, typename Decode>
-ReplayArgs<T> replay_args(const char* op, const Decode& decode, CudaDevice& device) {
-  ReplayArgs<T> args;
-  args.rows = decode.rows;
-  args.slots = decode.state.slots;
-  args.checkpoints = decode.state.checkpoints;
-  args.checkpoint = decode.state.checkpoint;
-  args.form = decode.state.form;
-  args.window = decode.state.window;
-  args.capacity = decode.state.capacity;
-  args.ring_decay = decode.state.ring_decay;
-  args.readout = decode.readout;
-  args.tokens = decode.tokens_per_row;
-  args.out = decode.out;
-  args.has_float_out = std::is_same_v<decltype(decode.out), float*>;
-  args.fault = device.fault();
-  args.op = op;
-  return args;
-}
-
-enum class UnitKind { kNone, kPadding, kOutside, kDirect, kWalk };
-
-// A unit as its block finds it in shared memory.
-template <typename T>
-struct ReplayUnit {
-  UnitKind kind;
-  int head, first_value, values, history, start;
-  bool will_flush, appends_key, appends_gates;
-  int64_t first_token;
-  int64_t rows_in, rows_out;  // before the head's, in the checkpoints
-  T *key_ring, *value_ring;
-  float *decay_ring, *strength_ring, *scale_ring;
-  const T *query, *key, *value;
-  const float *log_decay, *strength;
-  int64_t out;  // of value first_value of token 0
-};
-
-// A row's numbers as the arrays have them.
-struct RowWords {
-  int64_t base;
-  int32_t slot, history, checkpoint_in, checkpoint_out;
-};
-
-constexpr int kMaxUnitValues = 128;
-// A block's units, by their index in turn. Of the first kAhead a block knows the numbers without asking.
-constexpr int kAhead = 4;
-constexpr int kUnits = 8;
-template <typename T>
-struct ReplaySchedule {
-  uint32_t number[kUnits];
-  RowWords row[kUnits];
-  ReplayUnit<T> unit[kUnits];
-  float head_numbers[3][2];                     // a_log, skip
-  Arrival records;                              // by units
-  Arrival slices[kMaxUnitValues / kSliceRows];  // of a rows' warp each, by units
-};
 
 // A lane's four numbers of a warp's vector in shared memory.
 template <typename T>
@@ -176,8 +52,11 @@ struct ReplayBlock {
   __device__ ReplaySchedule<T>& schedule() const { return *at<ReplaySchedule<T>>(args.shared.schedule); }
   __device__ const Unit& unit(int index) const { return schedule().unit[index % kUnits]; }
   __device__ char* slice(int index) const { return memory + index * kSliceBytes<K>; }
-  __device__ T* raw_keys() const { return at<T>(args.shared.raw_keys); }
-  __device__ T* raw_queries() const { return at<T>(args.shared.raw_queries); }
+  __device__ int raw_place(int index) const { return args.shared.raw_buffers == 2 ? index % 2 : 0; }
+  __device__ T* raw_keys(int index) const { return at<T>(args.shared.raw_keys) + raw_place(index) * args.records * K; }
+  __device__ T* raw_queries(int index) const {
+    return at<T>(args.shared.raw_queries) + raw_place(index) * args.tokens * K;
+  }
   __device__ float* keys(int index) const {
     return at<float>(args.shared.keys) + (args.shared.key_buffers == 2 ? index % 2 * args.records * K : 0);
   }
@@ -286,7 +165,7 @@ struct ReplayBlock {
   // not negative; for a warp.
   __device__ void copy_records(int index, int ahead) const {
     const Unit& u = unit(index);
-    Arrival& arrival = schedule().records;
+    Arrival& arrival = schedule().records[index % 2];
     const int me = lane(), all = count(u), committed = all == 0 ? 0 : u.history;
     const int key_bytes = args.key_size * static_cast<int>(sizeof(T));
     const int value_bytes = u.values * static_cast<int>(sizeof(T));
@@ -305,9 +184,9 @@ struct ReplayBlock {
       const int from = position(u, j);
       const int64_t t = j - committed;
       const bool is_token = t >= 0;
-      arrival.copy(raw_keys() + j * K, is_token ? u.key + t * args.key_stride : u.key_ring + from * args.key_size,
+      arrival.copy(raw_keys(index) + j * K, is_token ? u.key + t * args.key_stride : u.key_ring + from * args.key_size,
                    size * key_bytes);
-      if (is_token) arrival.copy(raw_queries() + t * K, u.query + t * args.query_stride, key_bytes);
+      if (is_token) arrival.copy(raw_queries(index) + t * K, u.query + t * args.query_stride, key_bytes);
       T* to_values = values(index) + j * args.unit_values;
       const T* from_values = is_token ? u.value + t * args.value_stride : u.value_ring + from * args.values;
       if (has_even_values)
@@ -350,53 +229,53 @@ struct ReplayBlock {
 
   // --- The helpers: records that have arrived. ---
 
-  // Makes of the records what the updates take, and keeps the tokens in the ring.
-  __device__ void convert(int index, int helper) const {
+  // Makes of the records what the updates take, and keeps the tokens in the ring; for one of `converting` helpers.
+  __device__ void convert(int index, int helper, int converting) const {
     const Unit& u = unit(index);
     const int me = lane(), quad = 4 * me;
     const bool has_channels = quad < args.key_size, has_quad = quad < K;
     float4* to_keys = reinterpret_cast<float4*>(keys(index)) + me;
     float* of_gates = gates(index);
-#pragma unroll 2
-    for (int j = helper; j < u.history; j += args.helpers) {
-      float4 k = make_float4(0, 0, 0, 0);
-      if (has_channels) k = to_numbers(shared_quad(raw_keys() + j * K + quad));
-      if constexpr (kIsDelta) k = scaled(k, of_gates[2 * args.records + j]);
-      if (has_quad) to_keys[j * (K / 4)] = k;
-    }
+    // A token's key and its query are tasks of two helpers: each is a chain of latencies.
 #pragma unroll 1
-    for (int t = helper; t < args.tokens; t += args.helpers) {
-      const int j = u.history + t, to = position(u, j);
+    for (int task = helper; task < 2 * args.tokens; task += converting) {
+      const int t = task / 2, j = u.history + t, to = position(u, j);
+      const T* from = task % 2 == 0 ? raw_keys(index) + j * K : raw_queries(index) + t * K;
       Quad<T> raw = {};
-      float4 q = make_float4(0, 0, 0, 0);
-      if (has_channels) {
-        raw = shared_quad(raw_keys() + j * K + quad);
-        q = to_numbers(shared_quad(raw_queries() + t * K + quad));
+      if (has_channels) raw = shared_quad(from + quad);
+      float4 x = to_numbers(raw);
+      float scale = 1;
+      if constexpr (kIsDelta) scale = key_scale(x);
+      if (task % 2 == 0) {
+        if constexpr (kIsDelta) {
+          x = scaled(x, scale);
+          if (u.appends_key && me == 0) u.scale_ring[to] = scale;
+        }
+        if (has_quad) to_keys[j * (K / 4)] = x;
+        if (u.appends_key && has_channels) store_quad(u.key_ring + to * args.key_size + quad, raw);
+      } else {
+        if constexpr (kIsDelta) x = scaled(x, query_scale(scale, args.key_size));
+        if (has_quad) reinterpret_cast<float4*>(queries(index) + t * K)[me] = x;
+        if (quad < u.values)
+          store_quad(u.value_ring + to * args.values + quad, shared_quad(values(index) + j * args.unit_values + quad));
       }
-      float4 k = to_numbers(raw);
-      if constexpr (kIsDelta) {
-        const float scale = key_scale(k);
-        q = scaled(q, query_scale(key_scale(q), args.key_size));
-        k = scaled(k, scale);
-        if (u.appends_key && me == 0) u.scale_ring[to] = scale;
-      }
-      if (has_quad) {
-        to_keys[j * (K / 4)] = k;
-        reinterpret_cast<float4*>(queries(index) + t * K)[me] = q;
-      }
-      if (u.appends_key && has_channels) store_quad(u.key_ring + to * args.key_size + quad, raw);
-      if (quad < u.values)
-        store_quad(u.value_ring + to * args.values + quad, shared_quad(values(index) + j * args.unit_values + quad));
     }
-#pragma unroll 1
-    for (int t = 32 * helper + me; t < args.tokens; t += 32 * args.helpers) {
-      const int j = u.history + t, to = position(u, j);
+    if (helper == converting - 1 && me < args.tokens) {
+      const int j = u.history + me, to = position(u, j);
       const float strength = of_gates[args.records + j];
       const float decay = kIsDelta ? expf(of_gates[j]) : expf(__fmul_rn(-expf(head_numbers(index)[0]), strength));
       of_gates[j] = decay;
-      if (!u.appends_gates) continue;
-      u.decay_ring[to] = decay;
-      u.strength_ring[to] = strength;
+      if (u.appends_gates) {
+        u.decay_ring[to] = decay;
+        u.strength_ring[to] = strength;
+      }
+    }
+#pragma unroll 2
+    for (int j = converting - 1 - helper; j < u.history; j += converting) {
+      float4 k = make_float4(0, 0, 0, 0);
+      if (has_channels) k = to_numbers(shared_quad(raw_keys(index) + j * K + quad));
+      if constexpr (kIsDelta) k = scaled(k, of_gates[2 * args.records + j]);
+      if (has_quad) to_keys[j * (K / 4)] = k;
     }
   }
 
@@ -417,37 +296,46 @@ struct ReplayBlock {
   // Runs the recurrence over a unit's records for a slice, and writes the slice where a flush does.
   __device__ void walk(int index, int of_slice, State& state) const {
     const Unit& u = unit(index);
-    const int all = count(u), history = u.history, flush_at = u.will_flush ? history : -1;
     const int me = lane();
     const float *of_keys = keys(index), *of_gates = gates(index);
     const T* of_values = values(index) + of_slice * kSliceRows + me / 4;
+    int j = 0, end = u.history;
 #pragma unroll 1
-    for (int j = 0; j < all; ++j) {
-      if (j == flush_at)
+    while (true) {
+      // (The updates' loop apart from all else: a branch costs as much as ten of an update's numbers.)
+#pragma unroll 1
+      for (; j < end; ++j) {
+        const float first = to_number(of_values[j * args.unit_values]);
+        const float second = to_number(of_values[j * args.unit_values + 8]);
+        const float decay = of_gates[j], strength = of_gates[args.records + j];
+        const VectorQuads key(of_keys + j * K, me);
+        if constexpr (kIsDelta)
+          delta_update<false>(state, key, key, decay, strength, first, second);
+        else
+          mamba2_update(state, key, decay, __fmul_rn(strength, first), __fmul_rn(strength, second));
+      }
+      const int t = j - u.history;
+      if (t > 0)
+        write_token(index, of_slice, state, t - 1);
+      else if (u.will_flush)
         state.write(place(u, u.rows_out, of_slice), args.checkpoint, slice_rows(u, of_slice), args.key_size);
-      const float first = to_number(of_values[j * args.unit_values]);
-      const float second = to_number(of_values[j * args.unit_values + 8]);
-      const float decay = of_gates[j], strength = of_gates[args.records + j];
-      const VectorQuads key(of_keys + j * K, me);
-      if constexpr (kIsDelta)
-        delta_update<false>(state, key, key, decay, strength, first, second);
-      else
-        mamba2_update(state, key, decay, __fmul_rn(strength, first), __fmul_rn(strength, second));
-      if (j >= history) write_token(index, of_slice, state, j - history, first, second);
+      if (t == args.tokens) return;
+      end = j + 1;
     }
   }
 
   // Writes the outputs of token t from the state after it.
-  __device__ void write_token(int index, int of_slice, const State& state, int t, float first, float second) const {
+  __device__ void write_token(int index, int of_slice, const State& state, int t) const {
     const Unit& u = unit(index);
     float products[2];
     state.multiply(queries(index) + t * K, products[0], products[1]);
     const int me = lane(), row = output_row(me);
     if (!has_output(me) || row >= slice_rows(u, of_slice)) return;
-    const bool is_first = me % 4 == 0;
-    float y = is_first ? products[0] : products[1];
-    if (kRule == Rule::kMamba2 && args.skip != nullptr)
-      y = __fmaf_rn(head_numbers(index)[1], is_first ? first : second, y);
+    float y = me % 4 == 0 ? products[0] : products[1];
+    if (kRule == Rule::kMamba2 && args.skip != nullptr) {
+      const T* of_token = values(index) + (u.history + t) * args.unit_values;
+      y = __fmaf_rn(head_numbers(index)[1], to_number(of_token[of_slice * kSliceRows + row]), y);
+    }
     write_out(u, t, of_slice * kSliceRows + row, y);
   }
 
@@ -460,10 +348,8 @@ struct ReplayBlock {
   static constexpr int kTogether = 4;
   static constexpr int kMutual = kTogether * (kTogether - 1) / 2;
 
-  __device__ void prepare(int index, int helper) const {
+  __device__ void prepare(int index, int helper, int preparing) const {
     const Unit& u = unit(index);
-    const int preparing = max(1, args.helpers - 1);
-    if (helper >= preparing) return;
     if constexpr (kIsDelta) {
       for (int group = helper; group * kTogether < u.history; group += preparing)
         multiply_keys(index, u.history - 1 - group * kTogether, mutual(group));
@@ -558,6 +444,11 @@ struct ReplayBlock {
     const int me = lane(), c = me % 4;
     RowSums sums[kSlices][kCount][2];
     State::template add_shared<kCount, kSlices>(sums, slice(of_slice), kSliceBytes<K>, queries(index) + first * K);
+    if (first + kCount == args.tokens) {  // the slices have left shared memory
+      __syncwarp();
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) copy_slice(unit(index + 1), of_slice + s);
+    }
     const T* of_values = values(index) + of_slice * kSliceRows + me / 4;
     const float* coefficients = products(index) + first * args.records;
     const int end = u.history + first + kCount;
@@ -613,7 +504,7 @@ struct ReplayBlock {
 
   __device__ void run() const {
     if (threadIdx.x < kAhead) schedule().number[threadIdx.x] = blockIdx.x + threadIdx.x * gridDim.x;
-    if (threadIdx.x == 0) schedule().records.initialise();
+    if (threadIdx.x < 2) schedule().records[threadIdx.x].initialise();
     if (threadIdx.x < row_warps()) schedule().slices[threadIdx.x].initialise();
     // What lies past a row's channels stays as it is now.
     if (args.key_size < K)
@@ -634,22 +525,30 @@ struct ReplayBlock {
       run_rows();
   }
 
-  // A unit at a time, beside the other warps' work on the one before. The last helper fetches what is to come.
+  // A unit at a time, beside the other warps' work on the one before. The last helper fetches what is to come, the last
+  // but one looks ahead; of two one does both. The one that fetches makes no records ready if it need not wait for
+  // that.
   __device__ void run_helpers(int helper) const {
-    const bool is_fetching = helper == args.helpers - 1;
+    const int last = args.helpers - 1;
+    const bool is_fetching = helper == last, fetches_first = args.shared.raw_buffers == 2;
+    const int converting = fetches_first ? last : args.helpers;
     if (is_fetching) copy_records(0, -1);
     int index = 0;
 #pragma unroll 1
     for (; unit(index).kind != UnitKind::kNone; ++index) {
-      schedule().records.wait(index);
+      if (is_fetching && fetches_first) copy_records(index + 1, index + kAhead - 1);
+      schedule().records[index % 2].wait(index / 2);
       let_walk_end(index - 1);
-      if (has_state(unit(index))) convert(index, helper);
-      meet_helpers(1, args.helpers);
-      if (is_fetching) {
-        copy_records(index + 1, index + kAhead - 1);
-        if (lane() == 0) look_ahead(index);
+      if (helper < converting) {
+        if (has_state(unit(index))) convert(index, helper, converting);
+        meet_helpers(1, converting);
       }
-      if (unit(index).kind == UnitKind::kDirect) prepare(index, helper);
+      if (is_fetching && !fetches_first) copy_records(index + 1, index + kAhead - 1);
+      if (helper == max(1, last - 1)) {
+        if (lane() == 0) look_ahead(index);
+        __syncwarp();
+      }
+      if (helper < last && unit(index).kind == UnitKind::kDirect) prepare(index, helper, last);
       __syncthreads();
     }
     let_walk_end(index - 1);
@@ -677,8 +576,6 @@ struct ReplayBlock {
       if (u.kind == UnitKind::kDirect && args.tokens == 1 && args.warp_rows == 2 * kSliceRows &&
           slice_rows(u, of_slice + 1) > 0) {
         read_tokens<1, 2>(index, of_slice, 0);
-        __syncwarp();
-        for (int i = 0; i < 2; ++i) copy_slice(unit(index + 1), of_slice + i);
       } else {
 #pragma unroll 1
         for (int i = 0; i < args.warp_rows / kSliceRows; ++i)
@@ -701,8 +598,7 @@ struct ReplayBlock {
       walk(index, of_slice, state);
       return;
     }
-    if (has_rows) read(index, of_slice);
-    __syncwarp();
+    if (has_rows) return read(index, of_slice);
     copy_slice(unit(index + 1), of_slice);
   }
 };
@@ -713,36 +609,19 @@ __global__ void __launch_bounds__(256, 2) replay_kernel(const __grid_constant__ 
   ReplayBlock<kRule, K, kForm, T>{args, reinterpret_cast<char*>(memory)}.run();
 }
 
-// The shared memory of a block.
-template <int K, typename T>
-ReplayShared share_memory(int unit_values, int records, int tokens) {
-  ReplayShared plan{};
-  const auto take = [&](size_t bytes) {
-    const int at = plan.bytes;
-    plan.bytes += static_cast<int>((bytes + 15) / 16 * 16);
-    return at;
-  };
-  take(size_t{kSliceBytes<K>} * (unit_values / kSliceRows));
-  plan.raw_keys = take(sizeof(T) * records * K);
-  plan.raw_queries = take(sizeof(T) * tokens * K);
-  plan.key_buffers = records <= 20 ? 2 : 1;
-  plan.keys = take(sizeof(float) * plan.key_buffers * records * K);
-  plan.queries = take(sizeof(float) * 2 * tokens * K);
-  plan.products = take(sizeof(float) * 2 * tokens * records);
-  plan.mutual = take(sizeof(float) * ((records + 3) / 4) * 6);
-  plan.values = take(sizeof(T) * 3 * records * unit_values);
-  plan.gates = take(sizeof(float) * 3 * 3 * records);
-  plan.schedule = take(sizeof(ReplaySchedule<T>));
-  return plan;
+// The blocks for whose shared memory a multiprocessor has room.
+inline int blocks_with_room(int bytes, const CudaProperties& gpu) {
+  constexpr int kReserved = 1024;  // bytes that a block takes beside its own
+  if (bytes > static_cast<int>(gpu.shared_bytes_per_block)) return 0;
+  return static_cast<int>(gpu.shared_bytes_per_multiprocessor) / (bytes + kReserved);
 }
 
 // Whether a multiprocessor has room for so many blocks of the kernel, each with `rows` value rows.
 template <typename T>
-bool has_room_for_replay(const ReplayArgs<T>& args, int blocks, int rows, const CudaProperties& properties) {
-  constexpr int kReserved = 1024;  // bytes that a block takes beside its own
-  const int bytes = share_memory<128, T>(std::min(rows, kMaxUnitValues), args.window + args.tokens, args.tokens).bytes;
-  return bytes <= static_cast<int>(properties.shared_bytes_per_block) &&
-         blocks * (bytes + kReserved) <= static_cast<int>(properties.shared_bytes_per_multiprocessor);
+bool has_room_for_replay(const ReplayArgs<T>& args, int blocks, int rows, const CudaProperties& gpu) {
+  const ReplayShared shared =
+      share_memory<T>(128, std::min(rows, kMaxUnitValues), args.window + args.tokens, args.tokens, 1);
+  return blocks_with_room(shared.bytes, gpu) >= blocks;
 }
 
 template <Rule kRule, int K, CheckpointForm kForm, typename T>
@@ -762,13 +641,20 @@ void launch_formed(ReplayArgs<T> args, CudaDevice& device) {
       break;
     args.unit_values = (args.unit_values / kSliceRows + 1) / 2 * kSliceRows;
   }
-  args.shared = share_memory<K, T>(args.unit_values, args.records, args.tokens);
   const int slices = args.unit_values / kSliceRows;
   // Where there are few units, a warp has one slice: that is the shorter way.
   const bool is_small = slices <= 2 && units_of(args.unit_values) <= 4 * properties.multiprocessors;
   const int row_warps = is_small ? slices : (slices + 1) / 2;
   args.warp_rows = (slices + row_warps - 1) / row_warps * kSliceRows;
   args.helpers = std::max(2, slices / 2);
+  // Two helpers are quicker in turn; and room for another block is worth more than a second place.
+  const auto shared_of = [&](int raw_buffers) {
+    return share_memory<T>(K, args.unit_values, args.records, args.tokens, raw_buffers);
+  };
+  args.shared = shared_of(1);
+  if (const ReplayShared more = shared_of(2);
+      args.helpers > 2 && blocks_with_room(more.bytes, properties) == blocks_with_room(args.shared.bytes, properties))
+    args.shared = more;
   const uint32_t parts = (args.values + args.unit_values - 1) / args.unit_values;
   args.by_row = Divisor(args.heads * parts);
   args.by_part = Divisor(parts);

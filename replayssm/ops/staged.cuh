@@ -69,7 +69,8 @@ struct StagedSlice {
     constexpr int kRow = kIsWords ? kWordRow : kHalfRow;
     const auto* bytes = reinterpret_cast<const char*>(checkpoint);
     const int row_bytes = key_size * (kRow / K);
-    const int pieces = kHasCopyEngine && key_size == K ? 1 : rows, piece_bytes = rows / pieces * row_bytes;
+    const bool is_whole = kHasCopyEngine && key_size == K;
+    const int pieces = is_whole ? 1 : rows, piece_bytes = is_whole ? rows * row_bytes : row_bytes;
     const int lane = fresh_thread() % 32;
     if (lane >= pieces) return;
     arrival.copy(shared + lane * kRow, bytes + (kIsWords ? 4 * place.word(lane) : 2 * place.hi(lane)), piece_bytes);
