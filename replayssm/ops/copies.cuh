@@ -20,6 +20,12 @@ __device__ inline uint32_t shared_address(const void* shared) {
 __device__ inline void copy_word_async(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+// 4, 8 or 16 bytes.
+template <int kBytes>
+__device__ inline void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(kBytes)
+               : "memory");
+}
 __device__ inline void copy_chunk_async(void* shared, const void* global, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(is_there ? 16 : 0)

@@ -1,12 +1,14 @@
 // The delta rule on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step,
-// prefill, materialise, and what replay.cuh's kernel does not serve. A direct readout of those is a kernel that pulls
-// queries back through the records for the pass over the checkpoints, and one that folds the rows that flush.
+// materialise, and what replay.cuh's kernel does not serve; prefill is prefill.cu's. A direct readout of those is a
+// kernel that pulls queries back through the records for the pass over the checkpoints, and one that folds the rows
+// that flush.
 #include "replayssm/ops/delta.h"
 
 #include <algorithm>
 
 #include "replayssm/ops/cuda_checks.h"
 #include "replayssm/ops/launch.cuh"
+#include "replayssm/ops/prefill.h"
 #include "replayssm/ops/replay.cuh"
 #include "replayssm/ops/ring.h"
 #include "replayssm/ops/stream.cuh"
@@ -22,7 +24,7 @@ constexpr int kMaxUnitValues = 128;  // of a warp that prepares: a quad a lane
 // against 313).
 constexpr int kBlocks = 16;
 
-enum class DeltaUse { kStep, kDecode, kPrefill, kMaterialise };
+enum class DeltaUse { kStep, kDecode, kMaterialise };
 
 template <typename T>
 struct DeltaArgs {
@@ -31,7 +33,6 @@ struct DeltaArgs {
   BasicDeltaTokens<T> tokens;
   DeltaUse use;
   int tokens_per_row;
-  const int32_t* token_begin;
   void* out;
   bool has_float_out;
   CudaFault* fault;
@@ -58,14 +59,9 @@ struct DeltaUnit {
         head(of_head),
         key_head(of_head / (a.state.shape.heads / a.state.shape.key_heads)),
         first_value(index * a.unit_values),
-        values(min(a.unit_values, a.state.shape.value_size - first_value)) {
-    if (args.use == DeltaUse::kPrefill) {
-      first_token = __ldg(args.token_begin + b);
-      tokens = __ldg(args.token_begin + b + 1) - static_cast<int>(first_token);
-    } else {
-      tokens = args.tokens_per_row;
-      first_token = static_cast<int64_t>(b) * tokens;
-    }
+        values(min(a.unit_values, a.state.shape.value_size - first_value)),
+        first_token(static_cast<int64_t>(b) * a.tokens_per_row),
+        tokens(a.tokens_per_row) {
     head_records = (static_cast<int64_t>(row.slot) * shape().heads + head) * args.state.capacity;
     key_head_records = (static_cast<int64_t>(row.slot) * shape().key_heads + key_head) * args.state.capacity;
   }
@@ -615,26 +611,31 @@ void run(const DeltaArgs<T>& args, Readout readout, CudaDevice& device) {
   run_padded.template operator()<128>();
 }
 
+// Gives a call's arrays the names that the kernels of both families have for them.
+template <typename T, typename Args>
+void name_arrays(Args& args, const BasicDeltaState<T>& state, const BasicDeltaTokens<T>& tokens) {
+  args.heads = state.shape.heads;
+  args.key_heads = state.shape.key_heads;
+  args.key_size = state.shape.key_size;
+  args.values = state.shape.value_size;
+  args.ring_key = state.ring_k;
+  args.ring_value = state.ring_v;
+  args.ring_strength = state.ring_beta;
+  args.ring_scale = state.ring_k_scale;
+  args.query = tokens.q;
+  args.key = tokens.k;
+  args.value = tokens.v;
+  args.query_stride = tokens.q_stride;
+  args.key_stride = tokens.k_stride;
+  args.value_stride = tokens.v_stride;
+  args.log_decay = tokens.g;
+  args.strength = tokens.beta;
+}
+
 template <typename T, typename Out>
 ReplayArgs<T> replay_args(const BasicDeltaDecode<T, Out>& args, CudaDevice& device) {
-  const BasicDeltaState<T>& state = args.state;
   ReplayArgs<T> replay = replay_args<T>("delta_decode", args, device);
-  replay.heads = state.shape.heads;
-  replay.key_heads = state.shape.key_heads;
-  replay.key_size = state.shape.key_size;
-  replay.values = state.shape.value_size;
-  replay.ring_key = state.ring_k;
-  replay.ring_value = state.ring_v;
-  replay.ring_strength = state.ring_beta;
-  replay.ring_scale = state.ring_k_scale;
-  replay.query = args.tokens.q;
-  replay.key = args.tokens.k;
-  replay.value = args.tokens.v;
-  replay.query_stride = args.tokens.q_stride;
-  replay.key_stride = args.tokens.k_stride;
-  replay.value_stride = args.tokens.v_stride;
-  replay.log_decay = args.tokens.g;
-  replay.strength = args.tokens.beta;
+  name_arrays(replay, args.state, args.tokens);
   return replay;
 }
 
@@ -675,8 +676,8 @@ template <typename T, typename Out>
 void delta_step(const BasicDeltaStep<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("delta_step", args.state, args.rows);
   check_tokens("delta_step", args.state.shape, args.tokens, args.out);
-  run<T>({args.state, args.rows, args.tokens, DeltaUse::kStep, 1, nullptr, args.out, std::is_same_v<Out, float>,
-          device.fault(), "delta_step"},
+  run<T>({args.state, args.rows, args.tokens, DeltaUse::kStep, 1, args.out, std::is_same_v<Out, float>, device.fault(),
+          "delta_step"},
          Readout::kExact, device);
 }
 
@@ -696,7 +697,7 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
                                         !has_room_for_replay(replay, 2, rows, device.properties()));
   if (args.state.shape.gate_size == 1 && !is_by_pass && has_room_for_replay(replay, 1, kSliceRows, device.properties()))
     return launch_replay<Rule::kDelta>(replay, device);
-  run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, nullptr, args.out,
+  run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "delta_decode"},
          args.readout, device);
 }
@@ -706,24 +707,16 @@ void delta_prefill(const BasicDeltaPrefill<T, Out>& args, CudaDevice& device, st
   check_state("delta_prefill", args.state, args.rows);
   check_tokens("delta_prefill", args.state.shape, args.tokens, args.out);
   require(args.token_begin != nullptr, "delta_prefill: token_begin is null");
-  run<T>({args.state, args.rows, args.tokens, DeltaUse::kPrefill, 0, args.token_begin, args.out,
-          std::is_same_v<Out, float>, device.fault(), "delta_prefill"},
-         Readout::kExact, device);
+  PrefillArgs<T> prefill = prefill_args<T>("delta_prefill", args, device);
+  name_arrays(prefill, args.state, args.tokens);
+  if (args.state.shape.gate_size > 1) return launch_prefill<Recurrence::kDeltaPerChannel>(prefill, device);
+  launch_prefill<Recurrence::kDelta>(prefill, device);
 }
 
 template <typename T>
 void delta_materialise(const BasicDeltaMaterialise<T>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("delta_materialise", args.state, args.rows);
-  run<T>({args.state,
-          args.rows,
-          {},
-          DeltaUse::kMaterialise,
-          0,
-          nullptr,
-          nullptr,
-          true,
-          device.fault(),
-          "delta_materialise"},
+  run<T>({args.state, args.rows, {}, DeltaUse::kMaterialise, 0, nullptr, true, device.fault(), "delta_materialise"},
          Readout::kExact, device);
 }
 

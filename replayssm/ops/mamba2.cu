@@ -1,10 +1,11 @@
-// Mamba-2 on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step, prefill,
-// materialise; replay steps are replay.cuh's.
+// Mamba-2 on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step, materialise;
+// replay steps are replay.cuh's, prefill prefill.cu's.
 #include "replayssm/ops/mamba2.h"
 
 #include <algorithm>
 
 #include "replayssm/ops/cuda_checks.h"
+#include "replayssm/ops/prefill.h"
 #include "replayssm/ops/replay.cuh"
 #include "replayssm/ops/ring.h"
 #include "replayssm/ops/slices.cuh"
@@ -16,7 +17,7 @@ namespace {
 // As in delta.cu (128 heads of 64 x 128, batch 256, a step: 701 us with 20, 594 with 16).
 constexpr int kBlocks = 16;
 
-enum class Mamba2Use { kStep, kDecode, kPrefill, kMaterialise };
+enum class Mamba2Use { kStep, kDecode, kMaterialise };
 
 template <typename T>
 struct Mamba2Args {
@@ -26,7 +27,6 @@ struct Mamba2Args {
   BasicMamba2Tokens<T> tokens;
   Mamba2Use use;
   int tokens_per_row;
-  const int32_t* token_begin;
   void* out;
   bool has_float_out;
   CudaFault* fault;
@@ -47,14 +47,9 @@ struct Mamba2Unit {
       : args(a),
         row(row_of(a.rows, b, a.state.slots, a.state.checkpoints, a.state.window, a.state.capacity)),
         head(of_head),
-        group(of_head / (a.state.shape.heads / a.state.shape.groups)) {
-    if (args.use == Mamba2Use::kPrefill) {
-      first_token = __ldg(args.token_begin + b);
-      tokens = __ldg(args.token_begin + b + 1) - static_cast<int>(first_token);
-    } else {
-      tokens = args.tokens_per_row;
-      first_token = static_cast<int64_t>(b) * tokens;
-    }
+        group(of_head / (a.state.shape.heads / a.state.shape.groups)),
+        first_token(static_cast<int64_t>(b) * a.tokens_per_row),
+        tokens(a.tokens_per_row) {
     head_records = (static_cast<int64_t>(row.slot) * shape().heads + head) * args.state.capacity;
     group_records = (static_cast<int64_t>(row.slot) * shape().groups + group) * args.state.capacity;
   }
@@ -254,28 +249,34 @@ void run(const Mamba2Args<T>& args, CudaDevice& device) {
   launch_padded<128>(args, device);
 }
 
+// Gives a call's arrays the names that the kernels of both families have for them.
+template <typename T, typename Args>
+void name_arrays(Args& args, const BasicMamba2State<T>& state, const BasicMamba2Tokens<T>& tokens,
+                 const Mamba2Heads& heads) {
+  args.heads = state.shape.heads;
+  args.key_heads = state.shape.groups;
+  args.key_size = state.shape.state_size;
+  args.values = state.shape.head_size;
+  args.ring_key = state.ring_b;
+  args.ring_value = state.ring_x;
+  args.ring_strength = state.ring_dt;
+  args.query = tokens.c;
+  args.key = tokens.b;
+  args.value = tokens.x;
+  args.z = tokens.z;
+  args.query_stride = tokens.c_stride;
+  args.key_stride = tokens.b_stride;
+  args.value_stride = tokens.x_stride;
+  args.z_stride = tokens.z_stride;
+  args.strength = tokens.dt;
+  args.a_log = heads.a_log;
+  args.skip = heads.d;
+}
+
 template <typename T, typename Out>
 ReplayArgs<T> replay_args(const BasicMamba2Decode<T, Out>& args, CudaDevice& device) {
-  const BasicMamba2State<T>& state = args.state;
   ReplayArgs<T> replay = replay_args<T>("mamba2_decode", args, device);
-  replay.heads = state.shape.heads;
-  replay.key_heads = state.shape.groups;
-  replay.key_size = state.shape.state_size;
-  replay.values = state.shape.head_size;
-  replay.ring_key = state.ring_b;
-  replay.ring_value = state.ring_x;
-  replay.ring_strength = state.ring_dt;
-  replay.query = args.tokens.c;
-  replay.key = args.tokens.b;
-  replay.value = args.tokens.x;
-  replay.z = args.tokens.z;
-  replay.query_stride = args.tokens.c_stride;
-  replay.key_stride = args.tokens.b_stride;
-  replay.value_stride = args.tokens.x_stride;
-  replay.z_stride = args.tokens.z_stride;
-  replay.strength = args.tokens.dt;
-  replay.a_log = args.heads.a_log;
-  replay.skip = args.heads.d;
+  name_arrays(replay, args.state, args.tokens, args.heads);
   return replay;
 }
 
@@ -312,8 +313,8 @@ template <typename T, typename Out>
 void mamba2_step(const BasicMamba2Step<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("mamba2_step", args.state, args.rows);
   check_tokens("mamba2_step", args.state.shape, args.tokens, args.heads, args.out);
-  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kStep, 1, nullptr, args.out,
-          std::is_same_v<Out, float>, device.fault(), "mamba2_step"},
+  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kStep, 1, args.out, std::is_same_v<Out, float>,
+          device.fault(), "mamba2_step"},
          device);
 }
 
@@ -327,7 +328,7 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
   if (has_room_for_replay(replay, 1, kSliceRows, device.properties()))
     return launch_replay<Rule::kMamba2>(replay, device);
   // What has no room there is read out exactly, whatever was asked for.
-  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, nullptr, args.out,
+  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_decode"},
          device);
 }
@@ -337,27 +338,18 @@ void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, 
   check_state("mamba2_prefill", args.state, args.rows);
   check_tokens("mamba2_prefill", args.state.shape, args.tokens, args.heads, args.out);
   require(args.token_begin != nullptr, "mamba2_prefill: token_begin is null");
-  run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kPrefill, 0, args.token_begin, args.out,
-          std::is_same_v<Out, float>, device.fault(), "mamba2_prefill"},
-         device);
+  PrefillArgs<T> prefill = prefill_args<T>("mamba2_prefill", args, device);
+  name_arrays(prefill, args.state, args.tokens, args.heads);
+  launch_prefill<Recurrence::kMamba2>(prefill, device);
 }
 
 template <typename T>
 void mamba2_materialise(const BasicMamba2Materialise<T>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("mamba2_materialise", args.state, args.rows);
   // No token is read, and of the heads' weights none.
-  run<T>({args.state,
-          args.rows,
-          {},
-          {},
-          Mamba2Use::kMaterialise,
-          0,
-          nullptr,
-          nullptr,
-          true,
-          device.fault(),
-          "mamba2_materialise"},
-         device);
+  run<T>(
+      {args.state, args.rows, {}, {}, Mamba2Use::kMaterialise, 0, nullptr, true, device.fault(), "mamba2_materialise"},
+      device);
 }
 
 #define REPLAYSSM_MAMBA2(T, Out)                                                                    \

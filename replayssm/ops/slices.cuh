@@ -195,11 +195,15 @@ struct Slice {
 
   // The slice's products with a vector of K in shared memory: of row r and of row r + 8.
   __device__ void multiply(const float* vector, float& first, float& second) const {
-    const int c = threadIdx.x % 4;
+    multiply_with(VectorOfSlice(vector), first, second);
+  }
+  // The same with a vector whose i-th quad of a lane is vector[i].
+  template <typename Vector>
+  __device__ void multiply_with(const Vector& vector, float& first, float& second) const {
     RowSums sums[2];
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      const float4 y = read_quad(vector, c + 4 * i);
+      const float4 y = vector[i];
       sums[0].add(i, rows[0][i], y);
       sums[1].add(i, rows[1][i], y);
     }

@@ -8,10 +8,15 @@ namespace replayssm {
 
 constexpr float kNormEps = 1e-6f;
 
-// 1 / sqrt(|k|^2 + eps) of a vector of which each lane holds four channels.
+// 1 / sqrt(|k|^2 + eps) of a vector of which each lane holds four channels: its squares, summed over the lanes.
+__device__ inline float squares_of(float4 k) {
+  return __fmaf_rn(k.w, k.w, __fmaf_rn(k.z, k.z, __fmaf_rn(k.y, k.y, __fmul_rn(k.x, k.x))));
+}
+__device__ inline float scale_of(float squares) {
+  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(squares, kNormEps)));
+}
 __device__ inline float key_scale(float4 k) {
-  const float squares = __fmaf_rn(k.w, k.w, __fmaf_rn(k.z, k.z, __fmaf_rn(k.y, k.y, __fmul_rn(k.x, k.x))));
-  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum_of_lanes<32>(squares), kNormEps)));
+  return scale_of(sum_of_lanes<32>(squares_of(k)));
 }
 
 __device__ inline float query_scale(float key_scale, int key_size) {
@@ -19,8 +24,8 @@ __device__ inline float query_scale(float key_scale, int key_size) {
 }
 
 // One token of the delta rule: decay, d = beta (v - S k^), S += d k^^T; v_first and v_second of a lane's two rows.
-template <bool kPerChannel, typename Slice, typename Vector>
-__device__ void delta_update(Slice& slice, const Vector& k, const Vector& decays, float decay, float beta,
+template <bool kPerChannel, typename Slice, typename Vector, typename Decays>
+__device__ void delta_update(Slice& slice, const Vector& k, const Decays& decays, float decay, float beta,
                              float v_first, float v_second) {
   RowSums sums[2];
 #pragma unroll
