@@ -97,6 +97,74 @@ void prefill_has_the_bits_of_steps(const typename Family::Shape& shape) {
   }
 }
 
+// Lengths about those of a prefill's chunks, each after every number of records that the ring may hold.
+template <typename Family>
+void prefill_in_chunks_has_the_bits_of_steps(const typename Family::Shape& shape, CheckpointForm form) {
+  constexpr int kSlots = 7, kWindow = 6;
+  using Rig = typename Family::Rig;
+  using Inputs = typename Family::Inputs;
+  CudaDevice device;
+  std::mt19937_64 random(44);
+  Rig prefilled(shape, kSlots, kWindow, kWindow, device, {.form = form}),
+      stepped(shape, kSlots, kWindow, kWindow, device);
+  const std::vector<int> slots = {0, 1, 2, 3, 4, 5, 6};
+  for (const int length : {1, 15, 16, 17, 31, 32, 33, 48, 100}) {
+    SCOPED_TRACE(length);
+    const Inputs early(shape, kSlots * kWindow, random, -0.4f, 0.0f);
+    for (Rig* rig : {&prefilled, &stepped}) {
+      rig->decode(slots, kWindow, early.tokens(), Readout::kExact);
+      for (int slot : slots) rig->commit(slot, slot);
+    }
+    // A token less for every other row, and one row without any.
+    std::vector<int32_t> begin = {0};
+    for (int slot : slots) begin.push_back(begin.back() + (slot == 3 ? 0 : length - slot % 2));
+    const Inputs inputs(shape, begin.back(), random, -0.4f, 0.0f);
+    const std::vector<float> out = prefilled.prefill(slots, begin, inputs.tokens());
+    std::vector<float> expected;
+    for (int slot : slots) {
+      auto& cursor = stepped.cursors[slot];
+      if (begin[slot] == begin[slot + 1]) {
+        stepped.materialise(slot, slot, cursor.history);
+        cursor = {cursor.base + cursor.history, 0};
+      }
+      for (int t = begin[slot]; t < begin[slot + 1]; ++t) append(expected, stepped.step({slot}, inputs.tokens(t)));
+    }
+    ASSERT_TRUE(same_bits(out, expected));
+    ASSERT_TRUE(same_memory(prefilled, stepped));
+  }
+}
+
+// Batches of sizes for which rows are cut into units and warps in other ways, beside each row alone.
+template <typename Family>
+void prefilled_batches_are_their_rows(const typename Family::Shape& shape, const std::vector<int>& batches) {
+  using Rig = typename Family::Rig;
+  CudaDevice device;
+  std::mt19937_64 random(45);
+  const int slot_count = *std::ranges::max_element(batches);
+  Rig batch(shape, slot_count, 4, 1, device), alone(shape, slot_count, 4, 1, device);
+  for (const int rows : batches) {
+    SCOPED_TRACE(rows);
+    std::vector<int> slots(rows);
+    std::vector<int32_t> begin = {0};
+    for (int b = 0; b < rows; ++b) {
+      slots[b] = b;
+      begin.push_back(begin.back() + std::uniform_int_distribution<int>(0, 40)(random));
+    }
+    const typename Family::Inputs early(shape, rows, random, -0.4f, 0.0f),
+        inputs(shape, begin.back(), random, -0.4f, 0.0f);
+    for (Rig* rig : {&batch, &alone}) {
+      rig->decode(slots, 1, early.tokens(), Readout::kExact);
+      for (int slot : slots) rig->commit(slot, slot % 2);
+    }
+    const std::vector<float> out = batch.prefill(slots, begin, inputs.tokens());
+    std::vector<float> expected;
+    for (int b = 0; b < rows; ++b)
+      append(expected, alone.prefill({b}, {0, begin[b + 1] - begin[b]}, inputs.tokens(begin[b])));
+    ASSERT_TRUE(same_bits(out, expected));
+    ASSERT_TRUE(same_memory(batch, alone));
+  }
+}
+
 // All ways to an output: what is written in 16 bits is what is written in 32, rounded.
 template <typename Family, typename T>
 void short_outputs_are_long_ones_rounded(const typename Family::Shape& shape) {
@@ -231,6 +299,24 @@ TYPED_TEST_P(CudaRecurrence, PrefillHasTheBitsOfSteps) {
     prefill_has_the_bits_of_steps<TypeParam>(c.shape);
     prefill_has_the_bits_of_steps<typename TypeParam::template With<Bf16, Bf16>>(c.shape);
   }
+}
+
+TYPED_TEST_P(CudaRecurrence, PrefillInChunksHasTheBitsOfSteps) {
+  using Short = typename TypeParam::template With<Bf16, Bf16>;
+  const auto small = TypeParam::shape(3, 1, 48, 16 + TypeParam::kValueUnit), large = TypeParam::shape(4, 2, 128, 64);
+  prefill_in_chunks_has_the_bits_of_steps<TypeParam>(small, CheckpointForm::kWords);
+  prefill_in_chunks_has_the_bits_of_steps<TypeParam>(large, CheckpointForm::kPlanes);
+  prefill_in_chunks_has_the_bits_of_steps<Short>(small, CheckpointForm::kPlanes);
+  prefill_in_chunks_has_the_bits_of_steps<Short>(large, CheckpointForm::kWords);
+}
+
+// On an H200 these batches take every way to cut rows, and of some heads the last slice is not whole.
+TYPED_TEST_P(CudaRecurrence, PrefilledBatchesAreTheirRows) {
+  using Short = typename TypeParam::template With<Bf16, Bf16>;
+  prefilled_batches_are_their_rows<Short>(TypeParam::shape(16, 8, 128, 120), {2, 4, 8, 16});
+  prefilled_batches_are_their_rows<Short>(TypeParam::shape(16, 16, 64, 64), {40});
+  prefilled_batches_are_their_rows<TypeParam>(TypeParam::shape(16, 4, 112, 128), {16});
+  prefilled_batches_are_their_rows<Short>(TypeParam::shape(32, 4, 128, 16), {70});
 }
 
 TYPED_TEST_P(CudaRecurrence, PlanesAreWords) {
@@ -474,8 +560,8 @@ TYPED_TEST_P(CudaRecurrence, RefusesWhatTheContractForbids) {
 
 REGISTER_TYPED_TEST_SUITE_P(CudaRecurrence, ReplayIsExactOver2000TokensOfAModel, Bf16ReplayMatchesOracleForEveryShape,
                             Fp16ReplayMatchesOracleForEveryShape, ShortOutputsAreLongOnesRounded,
-                            PrefillHasTheBitsOfSteps, PlanesAreWords, PlanesHoldEveryWord, AGraphServesAnyRows,
-                            LargeBatchesAreTheirRows, OffsetsPast2To31, ARowOutsideThePoolIsNamed,
-                            RefusesWhatTheContractForbids);
+                            PrefillHasTheBitsOfSteps, PrefillInChunksHasTheBitsOfSteps, PrefilledBatchesAreTheirRows,
+                            PlanesAreWords, PlanesHoldEveryWord, AGraphServesAnyRows, LargeBatchesAreTheirRows,
+                            OffsetsPast2To31, ARowOutsideThePoolIsNamed, RefusesWhatTheContractForbids);
 
 }  // namespace replayssm::test
