@@ -1,6 +1,11 @@
 // Internal to the CUDA paths: the launch of a kernel that takes one struct.
 #pragma once
 
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
 #include "replayssm/core/cuda_device.h"
 #include "replayssm/core/cuda_error.cuh"
 
@@ -15,23 +20,56 @@ enum class Launch {
   kAside,
 };
 
+// What the driver was told of kernels and what it answered, so that it is asked once and not at every launch. Of the
+// whole process: a kernel's attributes are, and any thread may launch it.
+struct KernelFacts {
+  std::mutex mutex;
+  std::map<std::pair<int, const void*>, size_t> shared_bytes;  // by GPU and kernel: how much a block may have
+  std::map<std::tuple<int, const void*, int, size_t>, int> resident_blocks;
+};
+inline KernelFacts& kernel_facts() {
+  static KernelFacts facts;
+  return facts;
+}
+
+inline int current_gpu(const char* op) {
+  int gpu = 0;
+  check_cuda(cudaGetDevice(&gpu), op);
+  return gpu;
+}
+
 // Lets a kernel have so much shared memory.
 inline void set_shared_memory(const char* op, const void* kernel, size_t shared_bytes) {
-  // All of a multiprocessor's memory that can be shared memory is: kernels that want different shares cannot run on one
-  // at a time, and these read little twice.
-  check_cuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), op);
-  if (shared_bytes > 48 * 1024)
+  constexpr size_t kUnasked = 48 * 1024;
+  KernelFacts& facts = kernel_facts();
+  const int gpu = current_gpu(op);
+  const std::lock_guard lock(facts.mutex);
+  size_t& allowed = facts.shared_bytes[{gpu, kernel}];
+  if (allowed == 0) {
+    // All of a multiprocessor's memory that can be shared memory is: kernels that want different shares cannot run on
+    // one at a time, and these read little twice.
     check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), op);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        op);
+    allowed = kUnasked;
+  }
+  // Never less than before: another thread may be about to launch the kernel with that.
+  if (shared_bytes <= allowed) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+             op);
+  allowed = shared_bytes;
 }
 
 // The blocks of a kernel that a multiprocessor has room for.
 template <typename Args>
 int resident_blocks(const char* op, void (*kernel)(Args), int threads, size_t shared_bytes) {
-  set_shared_memory(op, reinterpret_cast<const void*>(kernel), shared_bytes);
-  int count = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes), op);
+  const void* const key = reinterpret_cast<const void*>(kernel);
+  set_shared_memory(op, key, shared_bytes);
+  KernelFacts& facts = kernel_facts();
+  const int gpu = current_gpu(op);
+  const std::lock_guard lock(facts.mutex);
+  int& count = facts.resident_blocks[{gpu, key, threads, shared_bytes}];
+  if (count == 0) check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes), op);
   return count;
 }
 
