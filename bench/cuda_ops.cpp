@@ -145,6 +145,7 @@ class LayerTiming {
     const auto call = [&](int index) { layer.prefill(rows.at(index), token_begin.data(), device_); };
     OpsResult result{options_.op + "_prefill", "conventional", prompt.sequences,
                      options_.windows.front(), prompt.tokens,  1.0 * prompt.tokens};
+    if (form_ == CheckpointForm::kPlanes) result.read = "fp32-planes";
     const CudaLayerBytes bytes = Layer::bytes(shape_);
     result.bytes = prompt.sequences * (2 * bytes.checkpoint + prompt.tokens * bytes.token);
     time(layer, 2, call, result);
