@@ -112,6 +112,8 @@ void add_bench_ops(CLI::App& bench) {
   add_list("--decode", options->decoders, "cuda: which of conventional, replay, exact (default: all)");
   ops->add_option("--type", options->type, "cuda: type of inputs and records: bf16, fp16 or fp32 (default: bf16)");
   ops->add_option("--out", options->out, "cuda: type of outputs: that of the inputs or fp32 (default: the former)");
+  ops->add_flag("--layer", options->is_layer,
+                "cuda: time the layer's step from projection to projection too, beside its op alone");
   ops->callback([options] { bench::run_ops(*options); });
 }
 

@@ -14,6 +14,7 @@ template <typename T, typename Out>
 class CudaDelta {
  public:
   using Shape = DeltaShape;
+  using Input = T;
   using Output = Out;
 
   CudaDelta(const DeltaShape& shape, const CudaLayerSize& size, CudaArena& arena) : tokens_(size.tokens) {
@@ -58,6 +59,7 @@ class CudaDelta {
     delta_prefill<T, Out>({state_, rows, token_begin, inputs_, out_}, device, {});
   }
 
+  const BasicDeltaState<T>& state() const { return state_; }
   Out* out() { return out_; }
   size_t out_count() const { return static_cast<size_t>(tokens_ * state_.shape.heads * state_.shape.value_size); }
 

@@ -13,6 +13,7 @@ template <typename T, typename Out>
 class CudaMamba2 {
  public:
   using Shape = Mamba2Shape;
+  using Input = T;
   using Output = Out;
 
   CudaMamba2(const Mamba2Shape& shape, const CudaLayerSize& size, CudaArena& arena) : tokens_(size.tokens) {
@@ -54,6 +55,8 @@ class CudaMamba2 {
     mamba2_prefill<T, Out>({state_, rows, heads_, token_begin, inputs_, out_}, device, {});
   }
 
+  const BasicMamba2State<T>& state() const { return state_; }
+  const Mamba2Heads& heads() const { return heads_; }
   Out* out() { return out_; }
   size_t out_count() const { return static_cast<size_t>(tokens_ * state_.shape.heads * state_.shape.head_size); }
 

@@ -7,11 +7,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <variant>
 
 #include "bench/cuda_delta.h"
+#include "bench/cuda_layer_step.h"
 #include "bench/cuda_mamba2.h"
 #include "bench/cuda_memory.h"
 #include "bench/cuda_roof.h"
@@ -35,6 +38,12 @@ struct Case {
   int batch, window, tokens;
   double accepted;
 };
+
+// None: a conventional step.
+std::optional<Readout> readout_of(const Case& timed) {
+  if (timed.decode == "conventional") return std::nullopt;
+  return timed.decode == "exact" ? Readout::kExact : Readout::kDirect;
+}
 
 std::vector<Case> cases_of(const OpsOptions& options) {
   const auto has = [&](const char* decode) {
@@ -69,6 +78,9 @@ double call_bytes(const Case& timed, const CudaLayerBytes& bytes, std::span<cons
 // The cases of one layer, whose type is one of CudaDelta and CudaMamba2.
 template <typename Layer>
 class LayerTiming {
+  // The layer's step has outputs of its inputs' type alone.
+  static constexpr bool kHasStep = std::is_same_v<typename Layer::Input, typename Layer::Output>;
+
  public:
   LayerTiming(const OpsOptions& options, const typename Layer::Shape& shape, CudaDevice& device, const CudaRoofs& roofs)
       : options_(options), shape_(shape), device_(device), roofs_(roofs) {
@@ -82,13 +94,16 @@ class LayerTiming {
     size_t most_bytes = 0;
     const auto add_size = [&](const CudaLayerSize& size) {
       sizes.start_over();
-      Layer(shape_, size, sizes);
+      Layer layer(shape_, size, sizes);
+      if constexpr (kHasStep) {
+        if (options_.is_layer) CudaLayerStep<Layer>(layer, size, sizes);
+      }
       most_bytes = std::max(most_bytes, sizes.used_bytes());
     };
     for (const Case& timed : cases) add_size(size_of(timed));
     for (const Prompt& prompt : prompts) add_size(size_of(prompt));
     CudaArena memory(most_bytes, device_);
-    for (const Case& timed : cases) show(decode(timed, memory));
+    for (const Case& timed : cases) decode(timed, memory, show);
     for (const Prompt& prompt : prompts) show(prefill(prompt, memory));
   }
 
@@ -109,28 +124,49 @@ class LayerTiming {
     return {prompt.sequences, 1, 1, int64_t{prompt.sequences} * prompt.tokens, form_};
   }
 
-  OpsResult decode(const Case& timed, CudaArena& memory) {
-    const bool is_conventional = timed.decode == "conventional";
+  template <typename Show>
+  void decode(const Case& timed, CudaArena& memory, const Show& show) {
+    const std::optional<Readout> readout = readout_of(timed);
     const std::vector<CursorPhase> cycle =
-        is_conventional ? std::vector<CursorPhase>{{0, 0}}
-                        : cursor_cycle(timed.window, timed.tokens, acceptance_pattern(timed.tokens, timed.accepted));
+        !readout ? std::vector<CursorPhase>{{0, 0}}
+                 : cursor_cycle(timed.window, timed.tokens, acceptance_pattern(timed.tokens, timed.accepted));
     const CudaRows rows(timed.batch, sets_of(timed), cycle, device_);
     memory.start_over();
     Layer layer(shape_, size_of(timed), memory);
-    const Readout readout = timed.decode == "exact" ? Readout::kExact : Readout::kDirect;
-    const auto call = [&](int index) {
-      if (is_conventional)
-        layer.step(rows.at(index), device_);
-      else
-        layer.decode(rows.at(index), timed.tokens, readout, device_);
-    };
     OpsResult result{options_.op, timed.decode, timed.batch, timed.window, timed.tokens, timed.accepted};
     if (form_ == CheckpointForm::kPlanes) result.read = is_half_read(timed) ? "bf16" : "fp32-planes";
     result.bytes = call_bytes(timed, Layer::bytes(shape_), cycle, is_half_read(timed));
     const int enough = std::max(rows.sets(), static_cast<int>(kGraphBytes / result.bytes));
     const int calls = (enough + rows.phases() - 1) / rows.phases() * rows.phases();
+    const auto call = [&](int index) {
+      if (readout)
+        layer.decode(rows.at(index), timed.tokens, *readout, device_);
+      else
+        layer.step(rows.at(index), device_);
+    };
     time(layer, calls, call, result);
-    set_roof(is_conventional ? roofs_.update : roofs_.read, result);
+    set_roof(readout ? roofs_.read : roofs_.update, result);
+    show(result);
+    if constexpr (kHasStep) {
+      if (!options_.is_layer) return;
+      CudaLayerStep<Layer> step(layer, size_of(timed), memory);
+      const auto step_call = [&](int index) { step.run(rows.at(index), *readout, device_); };
+      OpsResult whole = step_result(timed, result, cycle);
+      time(layer, calls, step_call, whole);
+      set_roof(roofs_.read, whole);
+      whole.us_above_op = whole.us_median - result.us_median;
+      show(whole);
+    }
+  }
+
+  // What is known of a layer's step before it is timed, beside its op's result.
+  OpsResult step_result(const Case& timed, const OpsResult& op, std::span<const CursorPhase> cycle) const {
+    const int element_bytes = static_cast<int>(sizeof(typename Layer::Input));
+    const LayerPlan plan = plan_layer(shape_, timed.batch, timed.tokens, element_bytes, device_.properties());
+    OpsResult result = op;
+    result.op += "_layer";
+    result.bytes = call_bytes(timed, CudaLayerStep<Layer>::op_bytes(shape_), cycle, is_half_read(timed)) +
+                   static_cast<double>(plan.prepare_bytes + plan.norm_bytes);
     return result;
   }
 

@@ -166,15 +166,15 @@ void append_csv(const OpsOptions& options, const OpsMachine& machine, const OpsR
 
 void print_heading(const OpsOptions& options, const OpsMachine& machine) {
   fmt::print("{} on {}, {}\n", options.shape, machine.name, machine.note);
-  fmt::print("{:14} {:12} {:>5} {:>6} {:>6} {:>8} {:>11} {:>11} {:>11} {:>11} {:>9} {:>9} {:>6}\n", "op", "decode",
+  fmt::print("{:14} {:12} {:>5} {:>6} {:>6} {:>8} {:>11} {:>11} {:>11} {:>11} {:>9} {:>9} {:>6}{}\n", "op", "decode",
              "batch", "window", "tokens", "accepted", "read", "us median", "us min", "us p95", "MB", "roof GB/s",
-             "share");
+             "share", options.is_layer ? " us above op" : "");
 }
 
 void print_result(const OpsResult& r) {
-  fmt::print("{:14} {:12} {:5} {:6} {:6} {:8g} {:>11} {:11.2f} {:11.2f} {:11.2f} {:9.2f} {:9.2f} {:5.0f}%\n", r.op,
+  fmt::print("{:14} {:12} {:5} {:6} {:6} {:8g} {:>11} {:11.2f} {:11.2f} {:11.2f} {:9.2f} {:9.2f} {:5.0f}%{}\n", r.op,
              r.decode, r.batch, r.window, r.tokens, r.accepted, r.read, r.us_median, r.us_min, r.us_p95, r.bytes * 1e-6,
-             r.roof_gb_s, 100 * r.roof_share);
+             r.roof_gb_s, 100 * r.roof_share, r.us_above_op ? fmt::format(" {:11.2f}", *r.us_above_op) : "");
   std::fflush(stdout);
 }
 
@@ -201,6 +201,14 @@ void check_sizes(const OpsOptions& options) {
   require(options.rounds >= 1, "--rounds: expected at least 1, got {}", options.rounds);
 }
 
+void check_layer_step(const OpsOptions& options) {
+  require(std::ranges::count(options.decoders, "conventional") == 0,
+          "--layer: the layer step decodes replay and exact, got conventional");
+  require(options.out == options.type, "--layer: the layer step's outputs are of its inputs' type, {}, got {}",
+          options.type, options.out);
+  require(options.prompts.empty(), "--layer: the layer step decodes, got --prefill");
+}
+
 void check_cuda(const OpsOptions& options) {
   const int tokens = *std::ranges::max_element(options.tokens);
   for (double accepted : options.accepted) {
@@ -222,13 +230,15 @@ void check_cuda(const OpsOptions& options) {
           options.out);
   require(options.csv.empty() || (type == "bf16" && options.out == "bf16"),
           "--csv: its rows are of bf16 inputs and outputs, got {} and {}", type, options.out);
+  if (options.is_layer) check_layer_step(options);
 }
 
 void check_cpu(const OpsOptions& options) {
   const std::pair<const char*, bool> given[] = {{"--accepted", !options.accepted.empty()},
                                                 {"--decode", !options.decoders.empty()},
                                                 {"--type", !options.type.empty()},
-                                                {"--out", !options.out.empty()}};
+                                                {"--out", !options.out.empty()},
+                                                {"--layer", options.is_layer}};
   for (const auto& [flag, is_given] : given) require(!is_given, "{}: expected with --device cuda alone", flag);
 }
 
@@ -246,6 +256,7 @@ OpsOptions complete(OpsOptions options) {
   if (options.device == "cuda") {
     if (options.type.empty()) options.type = "bf16";
     if (options.out.empty()) options.out = options.type;
+    if (options.is_layer && options.decoders.empty()) options.decoders = {"replay", "exact"};
     check_cuda(options);
   } else {
     check_cpu(options);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,7 @@ struct OpsOptions {
   std::vector<std::string> decoders;  // of conventional, replay, exact; empty: all
   std::string type;                   // of inputs and records: bf16, fp16 or fp32; empty: bf16
   std::string out;                    // of outputs: type or fp32; empty: type
+  bool is_layer = false;              // beside each op the layer's whole step
 };
 
 // How the options want checkpoints to lie in memory.
@@ -46,9 +48,11 @@ struct OpsResult {
   double accepted = 0;        // of `tokens`, on average
   std::string read = "fp32";  // what a step without a flush reads of the state: fp32-planes are both halves of words
   double us_median = 0, us_min = 0, us_p95 = 0;
-  double bytes = 0;      // moved between memory and the op by one call, by count
+  double bytes = 0;      // moved between memory and the op by one call, by count; of a layer's step what its launches
+                         // hand on to each other too
   double roof_gb_s = 0;  // of the same run: in-place update (conventional) or read (replay, exact)
   double roof_share = 0;
+  std::optional<double> us_above_op = {};  // of a layer's step: its median less that of the op alone
 };
 
 // Where results were measured, and what is to be said of it.

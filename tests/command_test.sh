@@ -83,7 +83,7 @@ for command in ops roof; do
   expect_error "threads: expected with --device cpu alone, got 2" bench $command --device cuda --threads 2
   [ -e /dev/nvidiactl ] || expect_error "cuda: (this build has no CUDA|no GPU was found|the GPU's driver)" bench $command --device cuda
 done
-for flag in "accepted 1" "decode replay" "type bf16" "out fp32"; do
+for flag in "accepted 1" "decode replay" "type bf16" "out fp32" layer; do
   # shellcheck disable=SC2086
   expect_error "${flag% *}: expected with --device cuda alone" bench ops --$flag
 done
@@ -98,6 +98,9 @@ done
 expect_error "type: expected bf16, fp16 or fp32, got 'int8'" "${on_gpu[@]}" --type int8
 expect_error "out: expected bf16 .the type. or fp32, got 'fp16'" "${on_gpu[@]}" --out fp16
 expect_error "csv: its rows are of bf16 inputs and outputs, got fp16 and fp32" "${on_gpu[@]}" --type fp16 --out fp32 --csv "$files/csv"
+expect_error "layer: the layer step decodes replay and exact, got conventional" "${on_gpu[@]}" --layer --decode exact,conventional
+expect_error "layer: the layer step's outputs are of its inputs' type, fp16, got fp32" "${on_gpu[@]}" --layer --type fp16 --out fp32
+expect_error "layer: the layer step decodes, got --prefill" "${on_gpu[@]}" --layer --prefill 64
 expect_error "longest step.*4.*5" info "$model" --window 4 --step-tokens 5
 
 # Prompts.

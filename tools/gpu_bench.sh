@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Times the state-space ops on this machine's GPU and appends to a CSV, the figures that matter most first:
 #   tools/gpu_bench.sh [quick|full] [CSV]      (full, bench/results/h200.csv)
-# full: the target table at batch 256, sweeps over batches, windows and tokens, and prefill, some minutes; quick: batch
-# 256, 32 and 1 of the table, about one. Uses build/cuda/replayssm as it is; builds it if it is not there. Wants an idle
-# GPU.
+# full: the target table at batch 256, whole layer steps, sweeps over batches, windows and tokens, and prefill, some
+# minutes; quick: batch 256, 32 and 1 of the table, about one. Uses build/cuda/replayssm as it is; builds it if it is not
+# there. Wants an idle GPU.
 set -euo pipefail
 root=$(dirname "$(dirname "$(readlink -f "$0")")")
 extent=${1:-full}
@@ -43,6 +43,9 @@ if [ "$extent" = quick ]; then
   targets 256,32,1
 else
   targets 256
+  for shape in "${shapes[@]}"; do
+    bench "$shape" --batch 256,32,1 --window 8,16 --layer
+  done
   for shape in "${shapes[@]}"; do
     bench "$shape" --batch 1,8,32,128,512,2,4,16,64 --window 16
     bench "$shape" --batch 1,8,32,128,512,2,4,16,64 --window 16 --decode replay --read bf16

@@ -67,7 +67,7 @@ def read_results(path):
     columns = "shape,device,batch,tokens,accepted,window,read,decode,us_median,bytes,roof_gb_s,roof_share".split(",")
     groups, machine = {}, ""
     for row in read_csv(path, columns):
-        if not row["device"].startswith("cuda") or row["op"].endswith("_prefill"):
+        if not row["device"].startswith("cuda") or row["op"].endswith(("_prefill", "_layer")):
             continue
         key = (row["shape"], int(row["tokens"]), row["decode"], row["read"], float(row["accepted"]))
         figures = {name: float(row[name]) for name in ("us_median", "bytes", "roof_gb_s", "roof_share")}
