@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "bench/cuda_layer.h"
@@ -57,6 +58,13 @@ class CudaDelta {
   }
   void prefill(const StateRows& rows, const int32_t* token_begin, CudaDevice& device) {
     delta_prefill<T, Out>({state_, rows, token_begin, inputs_, out_}, device, {});
+  }
+
+  // How a decoding step is run; without a readout: a conventional one. Empty: the library does not say.
+  std::string plan(int batch, int tokens_per_row, std::optional<Readout> readout, CudaDevice& device) const {
+    const bool is_pass = state_.shape.gate_size > 1 || state_.form == CheckpointForm::kPlanes;
+    if (readout != Readout::kDirect || !is_pass) return "";
+    return describe(delta_plan(state_.shape, batch, tokens_per_row, device));
   }
 
   const BasicDeltaState<T>& state() const { return state_; }

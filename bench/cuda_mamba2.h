@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 
 #include "bench/cuda_layer.h"
 #include "bench/cuda_memory.h"
@@ -54,6 +56,9 @@ class CudaMamba2 {
   void prefill(const StateRows& rows, const int32_t* token_begin, CudaDevice& device) {
     mamba2_prefill<T, Out>({state_, rows, heads_, token_begin, inputs_, out_}, device, {});
   }
+
+  // How a decoding step is run; without a readout: a conventional one. Empty: the library does not say.
+  std::string plan(int, int, std::optional<Readout>, CudaDevice&) const { return ""; }
 
   const BasicMamba2State<T>& state() const { return state_; }
   const Mamba2Heads& heads() const { return heads_; }

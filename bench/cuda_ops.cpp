@@ -136,6 +136,10 @@ class LayerTiming {
     OpsResult result{options_.op, timed.decode, timed.batch, timed.window, timed.tokens, timed.accepted};
     if (form_ == CheckpointForm::kPlanes) result.read = is_half_read(timed) ? "bf16" : "fp32-planes";
     result.bytes = call_bytes(timed, Layer::bytes(shape_), cycle, is_half_read(timed));
+    if (options_.is_plan) {
+      const std::string plan = layer.plan(timed.batch, timed.tokens, readout, device_);
+      result.plan = plan.empty() ? "not described" : plan;
+    }
     const int enough = std::max(rows.sets(), static_cast<int>(kGraphBytes / result.bytes));
     const int calls = (enough + rows.phases() - 1) / rows.phases() * rows.phases();
     const auto call = [&](int index) {
@@ -167,6 +171,7 @@ class LayerTiming {
     result.op += "_layer";
     result.bytes = call_bytes(timed, CudaLayerStep<Layer>::op_bytes(shape_), cycle, is_half_read(timed)) +
                    static_cast<double>(plan.prepare_bytes + plan.norm_bytes);
+    result.plan = options_.is_plan ? describe(plan) : "";
     return result;
   }
 

@@ -172,6 +172,7 @@ void print_heading(const OpsOptions& options, const OpsMachine& machine) {
 }
 
 void print_result(const OpsResult& r) {
+  if (!r.plan.empty()) fmt::print("plan: {}\n", r.plan);
   fmt::print("{:14} {:12} {:5} {:6} {:6} {:8g} {:>11} {:11.2f} {:11.2f} {:11.2f} {:9.2f} {:9.2f} {:5.0f}%{}\n", r.op,
              r.decode, r.batch, r.window, r.tokens, r.accepted, r.read, r.us_median, r.us_min, r.us_p95, r.bytes * 1e-6,
              r.roof_gb_s, 100 * r.roof_share, r.us_above_op ? fmt::format(" {:11.2f}", *r.us_above_op) : "");
@@ -238,7 +239,8 @@ void check_cpu(const OpsOptions& options) {
                                                 {"--decode", !options.decoders.empty()},
                                                 {"--type", !options.type.empty()},
                                                 {"--out", !options.out.empty()},
-                                                {"--layer", options.is_layer}};
+                                                {"--layer", options.is_layer},
+                                                {"--plan", options.is_plan}};
   for (const auto& [flag, is_given] : given) require(!is_given, "{}: expected with --device cuda alone", flag);
 }
 

@@ -29,6 +29,7 @@ struct OpsOptions {
   std::string type;                   // of inputs and records: bf16, fp16 or fp32; empty: bf16
   std::string out;                    // of outputs: type or fp32; empty: type
   bool is_layer = false;              // beside each op the layer's whole step
+  bool is_plan = false;               // before each decoding row how it is run
 };
 
 // How the options want checkpoints to lie in memory.
@@ -53,6 +54,7 @@ struct OpsResult {
   double roof_gb_s = 0;  // of the same run: in-place update (conventional) or read (replay, exact)
   double roof_share = 0;
   std::optional<double> us_above_op = {};  // of a layer's step: its median less that of the op alone
+  std::string plan = {};                   // how it is run, or empty
 };
 
 // Where results were measured, and what is to be said of it.

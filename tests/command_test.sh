@@ -83,7 +83,7 @@ for command in ops roof; do
   expect_error "threads: expected with --device cpu alone, got 2" bench $command --device cuda --threads 2
   [ -e /dev/nvidiactl ] || expect_error "cuda: (this build has no CUDA|no GPU was found|the GPU's driver)" bench $command --device cuda
 done
-for flag in "accepted 1" "decode replay" "type bf16" "out fp32" layer; do
+for flag in "accepted 1" "decode replay" "type bf16" "out fp32" layer plan; do
   # shellcheck disable=SC2086
   expect_error "${flag% *}: expected with --device cuda alone" bench ops --$flag
 done
