@@ -262,8 +262,9 @@ struct Lane {
 };
 
 // Runs one step of all lanes, `tokens` drawn ones each, of which accepted[lane] stay (of a replay step).
-inline void advance(MiniModel& model, StatePool& pool, const std::vector<Lane*>& lanes, StepKind kind, int tokens,
-                    std::vector<int> accepted = {}) {
+template <typename Model, typename Pool>
+void advance(Model& model, Pool& pool, const std::vector<Lane*>& lanes, StepKind kind, int tokens,
+             std::vector<int> accepted = {}) {
   std::vector<Handle> rows;
   std::vector<std::vector<int>> drawn;
   if (kind != StepKind::kReplay || accepted.empty()) accepted.assign(lanes.size(), tokens);
@@ -293,8 +294,8 @@ inline void advance(MiniModel& model, StatePool& pool, const std::vector<Lane*>&
 }
 
 // Brings `handle`, a clean sequence, to where `past` leads by prefills and conventional steps.
-inline void relive(MiniModel& model, StatePool& pool, Handle handle,
-                   const std::vector<std::pair<StepKind, std::vector<int>>>& past) {
+template <typename Model, typename Pool>
+void relive(Model& model, Pool& pool, Handle handle, const std::vector<std::pair<StepKind, std::vector<int>>>& past) {
   for (const auto& [kind, tokens] : past) {
     model.run(pool, kind, {handle}, {tokens});
     pool.commit();

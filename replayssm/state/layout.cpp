@@ -10,7 +10,6 @@ namespace replayssm {
 namespace {
 
 constexpr int64_t kMaxPages = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMaxSlots = 1 << 24;
 
 template <typename Layer>
 void check_layer(const Layer& layer, size_t index) {
@@ -51,10 +50,10 @@ RecurrentArrays arrays_of(const DeltaLayer& layer, int64_t capacity) {
   const DeltaShape& shape = layer.shape;
   const int64_t heads = shape.heads, key_heads = shape.key_heads;
   return {.checkpoint = {heads, shape.value_size, shape.key_size},
-          .ring = {{"ring_k", key_heads, shape.key_size},
+          .ring = {{"ring_k", key_heads, shape.key_size, /*is_activation=*/true},
                    {"ring_k_scale", key_heads, 1},
-                   {"ring_gram", key_heads, shape.gate_size == 1 ? capacity : 0, /*is_square=*/true},
-                   {"ring_v", heads, shape.value_size},
+                   {"ring_gram", key_heads, shape.gate_size == 1 ? capacity : 0, false, /*is_square=*/true},
+                   {"ring_v", heads, shape.value_size, /*is_activation=*/true},
                    {"ring_decay", heads, shape.gate_size},
                    {"ring_beta", heads, 1}},
           .conv_channels = layer.conv_channels,
@@ -64,8 +63,8 @@ RecurrentArrays arrays_of(const DeltaLayer& layer, int64_t capacity) {
 RecurrentArrays arrays_of(const Mamba2Layer& layer, int64_t) {
   const Mamba2Shape& shape = layer.shape;
   return {.checkpoint = {shape.heads, shape.head_size, shape.state_size},
-          .ring = {{"ring_x", shape.heads, shape.head_size},
-                   {"ring_b", shape.groups, shape.state_size},
+          .ring = {{"ring_x", shape.heads, shape.head_size, /*is_activation=*/true},
+                   {"ring_b", shape.groups, shape.state_size, /*is_activation=*/true},
                    {"ring_dt", shape.heads, 1},
                    {"ring_decay", shape.heads, 1}},
           .conv_channels = layer.conv_channels,
@@ -104,15 +103,24 @@ std::optional<RecurrentArrays> recurrent_arrays(const StateLayer& layer, int rin
   return std::nullopt;
 }
 
-SlotBytes slot_bytes(const StateLayout& layout) {
+size_t number_bytes(const RingArray& array, const StateStorage& storage) {
+  if (array.is_square && !storage.has_squares) return 0;
+  return array.is_activation ? storage.element_bytes() : sizeof(float);
+}
+
+size_t ring_bytes(const RingArray& array, int ring_capacity, const StateStorage& storage) {
+  return number_bytes(array, storage) * array.heads * ring_capacity * array.size;
+}
+
+SlotBytes slot_bytes(const StateLayout& layout, const StateStorage& storage) {
   SlotBytes bytes;
   const int capacity = layout.ring_capacity();
   for (const StateLayer& layer : layout.layers) {
     const std::optional<RecurrentArrays> arrays = recurrent_arrays(layer, capacity);
     if (!arrays) continue;
     bytes.checkpoint += sizeof(float) * arrays->checkpoint_floats();
-    for (const RingArray& array : arrays->ring) bytes.ring += sizeof(float) * array.heads * capacity * array.size;
-    bytes.convolution += sizeof(float) * layout.conv_capacity(arrays->conv_width) * arrays->conv_channels;
+    for (const RingArray& array : arrays->ring) bytes.ring += ring_bytes(array, capacity, storage);
+    bytes.convolution += storage.element_bytes() * layout.conv_capacity(arrays->conv_width) * arrays->conv_channels;
   }
   return bytes;
 }

@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "replayssm/core/safetensors.h"
 #include "replayssm/ops/delta.h"
 #include "replayssm/ops/mamba2.h"
 
@@ -65,12 +66,23 @@ struct StateLayout {
 // Throws Error, naming the field or the layer, unless the layout can be built.
 void check_layout(const StateLayout& layout);
 
+// How a pool keeps what its layout lists. Checkpoints take 4 bytes an element in either form.
+struct StateStorage {
+  // Of the layers' activations, kept unrounded: ring arrays of them, convolution windows, keys and values. kF32, kBF16
+  // or kF16.
+  Dtype element = Dtype::kF32;
+  bool has_squares = true;  // square ring arrays are kept; a GPU uses none
+
+  size_t element_bytes() const { return dtype_bits(element) / 8; }
+};
+
 // One array of a layer's ring, [slots, heads, C, size], named as in the op's state.
 struct RingArray {
   std::string_view name;
   int64_t heads = 0;
-  int64_t size = 0;  // floats of a record; 0: the layer has no such array
-  // The record's floats are one for each record of the ring, by position; only those of older records mean something.
+  int64_t size = 0;            // numbers of a record; 0: the layer has no such array
+  bool is_activation = false;  // kept in the type of the activations; else in FP32
+  // The record's numbers are one for each record of the ring, by position; only those of older records mean something.
   bool is_square = false;
 };
 
@@ -99,10 +111,16 @@ struct SlotBytes {
   size_t total() const { return checkpoint + ring + convolution; }
 };
 
-SlotBytes slot_bytes(const StateLayout& layout);
+SlotBytes slot_bytes(const StateLayout& layout, const StateStorage& storage = {});
+
+// A number of `array`, and a slot's records; 0 if the storage leaves the array out.
+size_t number_bytes(const RingArray& array, const StateStorage& storage);
+size_t ring_bytes(const RingArray& array, int ring_capacity, const StateStorage& storage);
 
 // Keys and values of one token, all layers; 0 without attention layers.
 size_t kv_token_bytes(const StateLayout& layout);
+
+inline constexpr int64_t kMaxSlots = 1 << 24;
 
 // How many slots and KV pages a pool has.
 struct PoolSize {
