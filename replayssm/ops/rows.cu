@@ -1,6 +1,8 @@
 // Cursors on the device, and the plans of state kernels.
 #include "replayssm/ops/rows.cuh"
 
+#include <algorithm>
+
 #include "replayssm/core/error.h"
 #include "replayssm/ops/launch.cuh"
 
@@ -20,7 +22,58 @@ __global__ void commit_rows_kernel(const CommitRows args) {
   args.history[b] = history + (args.accepted != nullptr ? args.accepted[b] : args.tokens_per_row);
 }
 
+constexpr int kLaunchRows = 128;  // what the arguments of a kernel have room for on every GPU, 4 KB
+
+struct PutArgs {
+  RowArrays to;
+  int first;  // of `to`
+  int count;  // of the arrays below
+  int end;    // of `to`: rows past first + count are padding
+  int tokens;
+  int64_t base[kLaunchRows];
+  int32_t slot[kLaunchRows], history[kLaunchRows], checkpoint_in[kLaunchRows], checkpoint_out[kLaunchRows];
+  int32_t token_end[kLaunchRows];
+};
+
+// Grid covers first .. end-1; a thread owns a row.
+__global__ void put_rows_kernel(const __grid_constant__ PutArgs args) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, b = args.first + i;
+  if (b >= args.end) return;
+  const bool is_given = i < args.count;
+  args.to.base[b] = is_given ? args.base[i] : 0;
+  args.to.slot[b] = is_given ? args.slot[i] : kPaddingSlot;
+  args.to.history[b] = is_given ? args.history[i] : 0;
+  args.to.checkpoint_in[b] = is_given ? args.checkpoint_in[i] : -1;
+  args.to.checkpoint_out[b] = is_given ? args.checkpoint_out[i] : -1;
+  args.to.token_begin[b + 1] = is_given ? args.token_end[i] : args.tokens;
+  if (b == 0) args.to.token_begin[0] = 0;
+}
+
 }  // namespace
+
+void put_rows(const StateRows& rows, const int32_t* token_begin, const RowArrays& to, CudaDevice& device) {
+  require(rows.count >= 0 && rows.count <= to.capacity, "put_rows: expected 0 to {} rows, got {}", to.capacity,
+          rows.count);
+  int first = 0;
+  do {
+    PutArgs args;
+    args.to = to;
+    args.first = first;
+    args.count = std::min(kLaunchRows, rows.count - first);
+    const bool is_last = first + args.count == rows.count;
+    args.end = is_last ? to.capacity : first + args.count;
+    args.tokens = token_begin[rows.count];
+    std::copy_n(rows.base + first, args.count, args.base);
+    std::copy_n(rows.slot + first, args.count, args.slot);
+    std::copy_n(rows.history + first, args.count, args.history);
+    std::copy_n(rows.checkpoint_in + first, args.count, args.checkpoint_in);
+    std::copy_n(rows.checkpoint_out + first, args.count, args.checkpoint_out);
+    std::copy_n(token_begin + first + 1, args.count, args.token_end);
+    const int blocks = std::max(1, (args.end - first + kLaunchRows - 1) / kLaunchRows);
+    launch("put_rows", put_rows_kernel, dim3(blocks), kLaunchRows, 0, args, device);
+    first += args.count;
+  } while (first < rows.count);
+}
 
 void commit_rows(const CommitRows& args, CudaDevice& device) {
   require(args.count >= 0 && args.tokens_per_row >= 1 && args.tokens_per_row <= args.window,

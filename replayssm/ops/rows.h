@@ -57,6 +57,21 @@ std::string describe(const StatePlan& plan);
 // The plan for `slices` slices of 16 value rows in all.
 StatePlan state_plan(int64_t slices, int tokens_per_row, CudaDevice& device);
 
+// Rows in device memory at addresses that stay, so that a captured graph finds those of any step there.
+struct RowArrays {
+  int capacity = 0;                   // rows
+  int64_t* base = nullptr;            // [capacity]
+  int32_t* slot = nullptr;            // [capacity]
+  int32_t* history = nullptr;         // [capacity]
+  int32_t* checkpoint_in = nullptr;   // [capacity]
+  int32_t* checkpoint_out = nullptr;  // [capacity]
+  int32_t* token_begin = nullptr;     // [capacity + 1]
+};
+// Writes rows that lie in host memory, with their token_begin [rows.count + 1], to `to`, queued on the GPU's stream.
+// The rest of `to` become padding rows without tokens. The host's arrays travel with the launches: they may change as
+// soon as the call returns, and it waits for nothing.
+void put_rows(const StateRows& rows, const int32_t* token_begin, const RowArrays& to, CudaDevice& device);
+
 // Moves the cursors of rows in device memory after a step of them, on the GPU. A row whose step flushed (history +
 // tokens_per_row > window) first goes to (base + history, 0) and from then on reads checkpoint_out; then the first
 // accepted[b] of its tokens, 0 .. tokens_per_row, become committed. Padding rows stay as they are.
