@@ -116,6 +116,12 @@ void CudaDevice::synchronize() {
        fault.slot, fault.checkpoint_in, fault.checkpoint_out);
 }
 
+size_t CudaDevice::available_bytes() const {
+  size_t free = 0, total = 0;
+  check_cuda(cudaMemGetInfo(&free, &total), "cuda: ask for the free memory");
+  return free;
+}
+
 void* CudaDevice::allocate_bytes(size_t bytes) {
   void* memory = nullptr;
   const cudaError_t status = cudaMalloc(&memory, bytes);

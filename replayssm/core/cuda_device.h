@@ -61,6 +61,9 @@ class CudaDevice {
   // Waits for the stream. Throws Error for a failed launch and for the first fault since the last call.
   void synchronize();
 
+  // Bytes of the GPU's memory that nobody holds now, other processes included.
+  size_t available_bytes() const;
+
   // Device memory, aligned to 256 bytes, not initialised. Throws Error with what was asked for and what is free.
   void* allocate_bytes(size_t bytes);
   static void free_bytes(void* memory) noexcept;

@@ -1,0 +1,425 @@
+// The laws of the state pool on a GPU, with the real ops on a small model.
+#include "replayssm/state/cuda_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/bad_input.h"
+#include "tests/cuda_mini_model.h"
+
+namespace replayssm::test {
+namespace {
+
+constexpr int kWindow = 6, kMaxStep = 4;
+
+template <typename T>
+constexpr Dtype kElement = std::is_same_v<T, float>  ? Dtype::kF32
+                           : std::is_same_v<T, Bf16> ? Dtype::kBF16
+                                                     : Dtype::kF16;
+
+// A device and a model, for pools of its layout.
+template <typename T>
+struct Rig {
+  explicit Rig(CheckpointForm form = CheckpointForm::kWords)
+      : model(cuda_mini_layout(kWindow, kMaxStep, form), device) {}
+
+  std::unique_ptr<CudaStatePool> pool(int slots, bool is_poisoned = true, int max_rows = 0) {
+    const CudaPoolOptions options = {.max_rows = max_rows, .is_poisoned = is_poisoned, .element = kElement<T>};
+    return std::make_unique<CudaStatePool>(model.layout(), PoolSize{slots, 0}, device, options);
+  }
+
+  CudaDevice device;
+  CudaMiniModel<T> model;
+};
+
+Lane lane_in(CudaStatePool& pool, uint64_t seed) {
+  Lane lane;
+  lane.handle = pool.allocate(pool.layout().context_tokens);
+  lane.random.seed(seed);
+  return lane;
+}
+
+// Replay steps whose windows and acceptances come from `seed`.
+template <typename Model>
+void run_script(Model& model, CudaStatePool& pool, const std::vector<Lane*>& lanes, uint64_t seed, int steps) {
+  std::mt19937_64 random(seed);
+  const auto pick = [&random](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  for (int step = 0; step < steps; ++step) {
+    const int tokens = pick(1, kMaxStep);
+    const std::vector<int> accepted(lanes.size(), pick(0, tokens));
+    advance(model, pool, lanes, StepKind::kReplay, tokens, accepted);
+  }
+}
+
+class CudaPool : public CudaTest {};
+
+template <typename T>
+void expect_clean_slots(CheckpointForm form) {
+  Rig<T> rig(form);
+  const auto fresh = rig.pool(3, /*is_poisoned=*/false);
+  Lane expected = lane_in(*fresh, 5);
+  advance(rig.model, *fresh, {&expected}, StepKind::kPrefill, 2);
+  run_script(rig.model, *fresh, {&expected}, 9, 30);
+  for (const bool is_reset : {false, true}) {
+    const auto pool = rig.pool(1);
+    Lane first = lane_in(*pool, 4);
+    advance(rig.model, *pool, {&first}, StepKind::kPrefill, 19);
+    run_script(rig.model, *pool, {&first}, 8, 20);
+    for (const StepKind kind : {StepKind::kReplay, StepKind::kPrefill, StepKind::kReplay}) {
+      rig.model.run(*pool, kind, {first.handle}, {{MiniModel::kNanToken, MiniModel::kNanToken}});
+      pool->commit();
+    }
+    Lane second;
+    if (is_reset) {
+      pool->reset(first.handle);
+      second.handle = first.handle;
+      second.random.seed(5);
+    } else {
+      pool->free(first.handle);
+      second = lane_in(*pool, 5);
+    }
+    advance(rig.model, *pool, {&second}, StepKind::kPrefill, 2);
+    run_script(rig.model, *pool, {&second}, 9, 30);
+    EXPECT_TRUE(same_bits(second.outputs, expected.outputs)) << "reset " << is_reset;
+  }
+}
+
+TEST_F(CudaPool, AFreedSlotIsCleanWhenItIsNextUsed) {
+  expect_clean_slots<float>(CheckpointForm::kWords);
+  expect_clean_slots<Bf16>(CheckpointForm::kPlanes);
+  expect_clean_slots<Fp16>(CheckpointForm::kWords);
+}
+
+TEST_F(CudaPool, PaddingRowsTouchNoStateAndGiveZeros) {
+  Rig<Bf16> rig;
+  const auto pool = rig.pool(2, true, 4), other = rig.pool(2, true, 4);
+  Lane lane = lane_in(*pool, 1), unpadded = lane_in(*other, 1);
+  for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
+    const auto before = pool_bytes_of(*pool);
+    const Outputs zeros = rig.model.run(*pool, kind, {kPaddingRow, kPaddingRow}, {{1}, {2}});
+    pool->commit(std::vector<int>{1, 1});
+    EXPECT_EQ(pool_bytes_of(*pool), before);
+    for (const std::vector<float>& row : zeros)
+      for (const float value : row) ASSERT_EQ(value, 0.0f);
+    for (int step = 0; step < 9; ++step) {
+      const std::vector<int> token = lane.draw(1);
+      const Outputs padded =
+          rig.model.run(*pool, kind, {kPaddingRow, lane.handle, kPaddingRow}, {{3}, token, {MiniModel::kNanToken}});
+      pool->commit();
+      const Outputs bare = rig.model.run(*other, kind, {unpadded.handle}, {token});
+      other->commit();
+      EXPECT_TRUE(same_bits(padded[1], bare[0]));
+    }
+  }
+  EXPECT_EQ(pool_bytes_of(*pool), pool_bytes_of(*other));
+}
+
+TEST_F(CudaPool, RollbackMovesNoStateBytes) {
+  Rig<Bf16> rig;
+  rig.model.readout = Readout::kExact;
+  const auto conventional = rig.pool(1, false), pool = rig.pool(1);
+  Lane plain = lane_in(*conventional, 1), lane = lane_in(*pool, 1);
+  for (int step = 0; step < 60; ++step) advance(rig.model, *conventional, {&plain}, StepKind::kConventional, 1);
+  std::mt19937_64 random(3);
+  while (lane.past.size() < 60) {
+    const int drafts = std::uniform_int_distribution<int>(0, kMaxStep)(random);
+    if (drafts > 0) {
+      rig.model.run(*pool, StepKind::kReplay, {lane.handle}, {std::vector<int>(drafts, MiniModel::kNanToken)});
+      const auto before = pool_bytes_of(*pool);
+      pool->commit(std::vector<int>{0});
+      EXPECT_EQ(pool_bytes_of(*pool), before);
+    }
+    advance(rig.model, *pool, {&lane}, StepKind::kReplay, 1);
+  }
+  EXPECT_TRUE(same_bits(lane.outputs, plain.outputs));
+}
+
+// Runs a lane up to its fork, with `records` unfolded records.
+template <typename Model>
+void run_to_fork(Model& model, CudaStatePool& pool, Lane& lane, int records) {
+  advance(model, pool, {&lane}, StepKind::kPrefill, 13);
+  for (int record = 0; record < records; ++record) advance(model, pool, {&lane}, StepKind::kReplay, 1);
+}
+
+// Forks until the pool is full, steps all sharers at once and goes on; each must be as a sequence that never forked.
+template <typename T>
+void expect_forks_continue(Rig<T>& rig, int sharers, int records, StepKind kind) {
+  const auto pool = rig.pool(sharers);
+  std::vector<Lane> lanes = {lane_in(*pool, 1)};
+  run_to_fork(rig.model, *pool, lanes[0], records);
+  while (static_cast<int>(lanes.size()) < sharers) {
+    Lane child = lanes[0];
+    child.handle = pool->fork(lanes[0].handle, 512);
+    child.random.seed(100 + lanes.size());
+    lanes.push_back(child);
+  }
+  EXPECT_EQ(pool->counts().free_slots, 0);
+  EXPECT_EQ(pool->counts().used_checkpoints, 1);
+  std::vector<Lane*> all;
+  for (Lane& lane : lanes) all.push_back(&lane);
+  advance(rig.model, *pool, all, kind, 1);
+  const bool is_written = kind != StepKind::kReplay || records == kWindow;
+  EXPECT_EQ(pool->counts().used_checkpoints, is_written ? sharers : 1);
+  run_script(rig.model, *pool, all, 6, 12);
+  for (int child = 0; child < sharers; ++child) {
+    const auto alone = rig.pool(1, false);
+    Lane lane = lane_in(*alone, 1);
+    run_to_fork(rig.model, *alone, lane, records);
+    if (child > 0) lane.random.seed(100 + child);
+    advance(rig.model, *alone, {&lane}, kind, 1);
+    run_script(rig.model, *alone, {&lane}, 6, 12);
+    EXPECT_TRUE(same_bits(lanes[child].outputs, lane.outputs))
+        << sharers << " sharers, child " << child << ", " << records << " records";
+  }
+}
+
+TEST_F(CudaPool, ForksContinueAsTheParentWould) {
+  Rig<float> words;
+  Rig<Bf16> planes(CheckpointForm::kPlanes);
+  for (const int sharers : {2, 4}) {
+    for (int records = 0; records <= kWindow; ++records) {
+      for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
+        expect_forks_continue(words, sharers, records, kind);
+        expect_forks_continue(planes, sharers, records, kind);
+      }
+    }
+  }
+}
+
+template <typename T>
+void expect_materialise_reaches(CheckpointForm form) {
+  Rig<T> rig(form);
+  int reached = 0;
+  for (int records = 0; records <= kWindow; ++records) {
+    const auto pool = rig.pool(2);
+    Lane from = lane_in(*pool, 1), to = lane_in(*pool, 2);
+    advance(rig.model, *pool, {&to}, StepKind::kPrefill, 40);
+    advance(rig.model, *pool, {&from}, StepKind::kPrefill, 5);
+    for (const int tokens : {2, 3, 1}) advance(rig.model, *pool, {&from}, StepKind::kReplay, tokens, {tokens});
+    const auto source = checkpoints_of<T>(*pool, from.handle);
+    const Cursor cursor = pool->cursor(from.handle);
+    try {
+      pool->materialise(from.handle, to.handle, records);
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("too old"), std::string::npos) << error.what();
+      EXPECT_LT(records, kWindow - kMaxStep);
+      continue;
+    }
+    ++reached;
+    EXPECT_EQ(checkpoints_of<T>(*pool, from.handle), source);
+    EXPECT_EQ(pool->cursor(from.handle), cursor);
+    EXPECT_EQ(pool->cursor(to.handle), (Cursor{5 + records, 0}));
+
+    const auto alone = rig.pool(1, false);
+    Lane twin = lane_in(*alone, 7), copy;
+    relive(rig.model, *alone, twin.handle, {from.past.begin(), from.past.begin() + 1 + records});
+    EXPECT_EQ(checkpoints_of<T>(*pool, to.handle), checkpoints_of<T>(*alone, twin.handle));
+    copy.handle = to.handle;
+    copy.random.seed(7);
+    run_script(rig.model, *alone, {&twin}, 5, 20);
+    run_script(rig.model, *pool, {&copy}, 5, 20);
+    EXPECT_TRUE(same_bits(copy.outputs, twin.outputs)) << records << " records";
+  }
+  EXPECT_GE(reached, kMaxStep + 1);
+}
+
+TEST_F(CudaPool, MaterialiseReachesEveryPositionThatIsHeld) {
+  expect_materialise_reaches<float>(CheckpointForm::kWords);
+  expect_materialise_reaches<Bf16>(CheckpointForm::kPlanes);
+  expect_materialise_reaches<Fp16>(CheckpointForm::kWords);
+}
+
+// What the device's rows hold, against a plan and padding rows past it.
+void expect_rows_are(const CudaStatePool& pool, const StepPlan& plan) {
+  const RowArrays& at = pool.row_arrays();
+  const auto read = [&]<typename E>(const E* from, size_t count) {
+    std::vector<E> values(count);
+    pool.device().download(values.data(), from, count * sizeof(E));
+    return values;
+  };
+  const auto expect = [&]<typename E>(const char* name, const E* device, const E* host, E padding) {
+    std::vector<E> expected(host, host + plan.rows.count);
+    expected.resize(at.capacity, padding);
+    EXPECT_EQ(read(device, at.capacity), expected) << name;
+  };
+  expect("slot", at.slot, plan.rows.slot, kPaddingSlot);
+  expect("base", at.base, plan.rows.base, int64_t{0});
+  expect("history", at.history, plan.rows.history, 0);
+  expect("checkpoint_in", at.checkpoint_in, plan.rows.checkpoint_in, -1);
+  expect("checkpoint_out", at.checkpoint_out, plan.rows.checkpoint_out, -1);
+  std::vector<int32_t> begin(plan.token_begin, plan.token_begin + plan.rows.count + 1);
+  begin.resize(at.capacity + 1, plan.tokens);
+  EXPECT_EQ(read(at.token_begin, begin.size()), begin) << "token_begin";
+}
+
+TEST_F(CudaPool, BeginStepPutsTheRowsOfAnyBatch) {
+  Rig<Bf16> rig;
+  const auto pool = rig.pool(300, false, 310);
+  const int32_t none = 0;
+  StepPlan before;
+  before.token_begin = &none;
+  expect_rows_are(*pool, before);
+  std::vector<Handle> handles;
+  for (int i = 0; i < 300; ++i) handles.push_back(pool->allocate(512));
+  std::mt19937_64 random(12);
+  for (const int count : {1, 127, 128, 129, 256, 257, 310}) {
+    std::ranges::shuffle(handles, random);
+    std::vector<Handle> rows(handles.begin(), handles.begin() + std::min(count, 300));
+    rows.resize(count, kPaddingRow);
+    std::ranges::shuffle(rows, random);
+    std::vector<int> tokens;
+    for (int b = 0; b < count; ++b) tokens.push_back(std::uniform_int_distribution<int>(1, 5)(random));
+    expect_rows_are(*pool, pool->begin_step(StepKind::kPrefill, rows, tokens));
+    pool->commit();
+  }
+  EXPECT_THROW(pool->rows(311), Error);
+}
+
+// The host begins steps far ahead of the GPU; each step's ops see their own rows.
+TEST_F(CudaPool, TheHostMayRunAhead) {
+  Rig<Bf16> rig;
+  const auto pool = rig.pool(200, false);
+  std::vector<Handle> rows;
+  for (int i = 0; i < 200; ++i) rows.push_back(pool->allocate(512));
+  const std::vector<int> one(rows.size(), 1);
+  constexpr int kSteps = 100;
+  DeviceBuffer<int32_t> seen(kSteps * rows.size(), rig.device);
+  std::vector<int32_t> expected;
+  for (int step = 0; step < kSteps; ++step) {
+    const StepPlan& plan = pool->begin_step(StepKind::kReplay, rows, one);
+    expected.insert(expected.end(), plan.rows.history, plan.rows.history + rows.size());
+    rig.device.copy(seen.data() + step * rows.size(), pool->row_arrays().history, rows.size() * sizeof(int32_t));
+    pool->commit();
+  }
+  EXPECT_EQ(seen.download(rig.device), expected);
+}
+
+// Law 16: a captured step launched with other rows, cursors, forks and acceptances, beside steps that are not captured.
+template <typename T>
+void expect_graph_serves_any_step(CheckpointForm form, Readout readout) {
+  constexpr int kRows = 4, kTokens = 3, kSlots = 6;
+  Rig<T> rig(form);
+  rig.model.readout = readout;
+  const auto captured = rig.pool(kSlots), plain = rig.pool(kSlots);
+  std::vector<Lane> lanes, twins;
+  for (uint64_t seed = 1; seed <= 4; ++seed) {
+    lanes.push_back(lane_in(*captured, seed));
+    twins.push_back(lane_in(*plain, seed));
+  }
+  CudaGraph graph(rig.device, [&] { rig.model.queue(*captured, StepKind::kReplay, kRows, kRows * kTokens); });
+  EXPECT_EQ(pool_bytes_of(*captured), pool_bytes_of(*plain)) << "a capture runs nothing";
+  std::mt19937_64 random(21);
+  const auto pick = [&random](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  for (int step = 0; step < 80; ++step) {
+    if (step % 5 == 4) {  // another slot set: one goes, another forks
+      const size_t gone = pick(0, static_cast<int>(lanes.size()) - 1);
+      captured->free(lanes[gone].handle);
+      plain->free(twins[gone].handle);
+      lanes.erase(lanes.begin() + gone);
+      twins.erase(twins.begin() + gone);
+      while (static_cast<int>(lanes.size()) < 4 + step % 2) {
+        const size_t parent = pick(0, static_cast<int>(lanes.size()) - 1);
+        lanes.push_back(lanes[parent]);
+        twins.push_back(twins[parent]);
+        lanes.back().handle = captured->fork(lanes[parent].handle, 512);
+        twins.back().handle = plain->fork(twins[parent].handle, 512);
+      }
+    }
+    std::vector<int> order;
+    for (int lane = 0; lane < static_cast<int>(lanes.size()); ++lane) order.push_back(lane);
+    std::ranges::shuffle(order, random);
+    order.resize(kRows - pick(0, 1));
+    std::vector<Handle> rows, twin_rows;
+    std::vector<std::vector<int>> tokens;
+    std::vector<int> flat, accepted;
+    for (int b = 0; b < kRows; ++b) {
+      const bool is_padding = b >= static_cast<int>(order.size());
+      rows.push_back(is_padding ? kPaddingRow : lanes[order[b]].handle);
+      twin_rows.push_back(is_padding ? kPaddingRow : twins[order[b]].handle);
+      tokens.push_back(lanes[0].draw(kTokens));
+      flat.insert(flat.end(), tokens.back().begin(), tokens.back().end());
+      accepted.push_back(pick(0, kTokens));
+    }
+    const Outputs expected = rig.model.run(*plain, StepKind::kReplay, twin_rows, tokens);
+    plain->commit(accepted);
+    const std::vector<int> counts(kRows, kTokens);
+    const StepPlan& plan = captured->begin_step(StepKind::kReplay, rows, counts);
+    rig.model.stage(flat);
+    graph.launch();
+    const Outputs outputs = rig.model.read(plan);
+    captured->commit(accepted);
+    for (int b = 0; b < kRows; ++b) ASSERT_TRUE(same_bits(outputs[b], expected[b])) << "step " << step << " row " << b;
+  }
+  EXPECT_EQ(pool_bytes_of(*captured), pool_bytes_of(*plain));
+}
+
+TEST_F(CudaPool, AGraphServesAnyStep) {
+  expect_graph_serves_any_step<float>(CheckpointForm::kWords, Readout::kDirect);
+  expect_graph_serves_any_step<Bf16>(CheckpointForm::kPlanes, Readout::kDirect);
+  expect_graph_serves_any_step<Bf16>(CheckpointForm::kWords, Readout::kExact);
+}
+
+// Cursors that commit_rows moves on the GPU stand where commit and the next begin_step put them.
+TEST_F(CudaPool, CommitRowsMeetsTheLedger) {
+  constexpr int kTokens = 3;
+  Rig<Bf16> rig;
+  const auto pool = rig.pool(6);
+  std::vector<Handle> rows = {pool->allocate(512), kPaddingRow, pool->allocate(512)};
+  rows.push_back(pool->fork(rows[0], 512));
+  const int count = static_cast<int>(rows.size());
+  const std::vector<int> tokens(rows.size(), kTokens);
+  std::mt19937_64 random(5);
+  const RowArrays& at = pool->row_arrays();
+  DeviceBuffer<int32_t> accepted_there(rows.size(), rig.device);
+  for (int step = 0; step < 60; ++step) {
+    const auto read = [&](const int32_t* from) {
+      std::vector<int32_t> values(rows.size());
+      rig.device.download(values.data(), from, values.size() * sizeof(int32_t));
+      return values;
+    };
+    pool->begin_step(StepKind::kReplay, rows, tokens);
+    std::vector<int> accepted;
+    for (int b = 0; b < count; ++b) accepted.push_back(std::uniform_int_distribution<int>(0, kTokens)(random));
+    accepted_there.upload(accepted, rig.device);
+    commit_rows({count, at.slot, at.base, at.history, at.checkpoint_in, at.checkpoint_out, kTokens, kWindow,
+                 accepted_there.data()},
+                rig.device);
+    pool->commit(accepted);
+    const std::vector<int32_t> history = read(at.history), in = read(at.checkpoint_in);
+    std::vector<int64_t> base(rows.size());
+    rig.device.download(base.data(), at.base, base.size() * sizeof(int64_t));
+    for (int b = 0; b < count; ++b) {
+      if (rows[b] == kPaddingRow) continue;
+      ASSERT_EQ((Cursor{base[b], history[b]}), pool->cursor(rows[b])) << step;
+      ASSERT_EQ(in[b], pool->ledger().checkpoint(rows[b])) << step;
+    }
+    if (step % 20 == 19) {
+      pool->free(rows[3]);
+      rows[3] = pool->fork(rows[2], 512);
+    }
+  }
+}
+
+TEST_F(CudaPool, AnAbortedStepLeavesTheForksOfItsSequencesAlone) {
+  Rig<float> rig;
+  const auto pool = rig.pool(2), other = rig.pool(1, false);
+  Lane parent = lane_in(*pool, 1), alone = lane_in(*other, 1);
+  run_to_fork(rig.model, *pool, parent, 4);
+  run_to_fork(rig.model, *other, alone, 4);
+  Lane child = parent;
+  child.handle = pool->fork(parent.handle, 512);
+  rig.model.run(*pool, StepKind::kReplay, {parent.handle}, {std::vector<int>(4, MiniModel::kNanToken)});
+  pool->abort_step();
+  EXPECT_THROW(pool->fork(parent.handle, 512), Error);
+  pool->reset(parent.handle);
+  run_script(rig.model, *pool, {&child}, 2, 20);
+  run_script(rig.model, *other, {&alone}, 2, 20);
+  EXPECT_TRUE(same_bits(child.outputs, alone.outputs));
+}
+
+}  // namespace
+}  // namespace replayssm::test
