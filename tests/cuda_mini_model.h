@@ -4,8 +4,10 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <random>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "replayssm/state/cuda_pool.h"
@@ -204,15 +206,12 @@ class CudaMiniModel {
 };
 
 // The bytes of a slot's checkpoints in the layout's form, layer by layer.
-template <typename T>
-std::vector<std::vector<std::byte>> checkpoints_of(const CudaStatePool& pool, Handle handle) {
+inline std::vector<std::vector<std::byte>> checkpoints_of(const CudaStatePool& pool, Handle handle) {
   std::vector<std::vector<std::byte>> copies;
   for (int layer = 0; layer < static_cast<int>(pool.layout().layers.size()); ++layer) {
-    const bool is_delta = std::holds_alternative<DeltaLayer>(pool.layout().layers[layer]);
-    const float* all = is_delta ? pool.delta_state<T>(layer).checkpoint : pool.mamba2_state<T>(layer).checkpoint;
-    const int64_t count = pool.arrays(layer)->checkpoint_floats();
-    std::vector<std::byte>& bytes = copies.emplace_back(count * sizeof(float));
-    pool.device().download(bytes.data(), all + pool.ledger().checkpoint(handle) * count, bytes.size());
+    std::vector<std::byte>& bytes = copies.emplace_back(pool.arrays(layer)->checkpoint_floats() * sizeof(float));
+    pool.device().download(bytes.data(), pool.checkpoint(layer) + pool.ledger().checkpoint(handle) * bytes.size(),
+                           bytes.size());
   }
   return copies;
 }
@@ -222,6 +221,45 @@ inline std::vector<std::byte> pool_bytes_of(const CudaStatePool& pool) {
   std::vector<std::byte> bytes(pool.bytes().size());
   pool.device().download(bytes.data(), pool.bytes().data(), bytes.size());
   return bytes;
+}
+
+template <typename T>
+constexpr Dtype kElementOf = std::is_same_v<T, float>  ? Dtype::kF32
+                             : std::is_same_v<T, Bf16> ? Dtype::kBF16
+                                                       : Dtype::kF16;
+
+// A device and a model on it, for pools of its layout.
+template <typename T>
+struct CudaPoolRig {
+  explicit CudaPoolRig(const StateLayout& layout) : model(layout, device) {}
+
+  std::unique_ptr<CudaStatePool> pool(int slots, bool is_poisoned = true, int max_rows = 0) {
+    const CudaPoolOptions options = {.max_rows = max_rows, .is_poisoned = is_poisoned, .element = kElementOf<T>};
+    return std::make_unique<CudaStatePool>(model.layout(), PoolSize{slots, 0}, device, options);
+  }
+
+  CudaDevice device;
+  CudaMiniModel<T> model;
+};
+
+inline Lane cuda_lane(CudaStatePool& pool, uint64_t seed) {
+  Lane lane;
+  lane.handle = pool.allocate(pool.layout().context_tokens);
+  lane.random.seed(seed);
+  return lane;
+}
+
+// Replay steps whose windows and acceptances come from `seed`.
+template <typename T>
+void run_cuda_script(CudaMiniModel<T>& model, CudaStatePool& pool, const std::vector<Lane*>& lanes, uint64_t seed,
+                     int steps) {
+  std::mt19937_64 random(seed);
+  const auto pick = [&random](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  for (int step = 0; step < steps; ++step) {
+    const int tokens = pick(1, pool.layout().max_step_tokens);
+    const std::vector<int> accepted(lanes.size(), pick(0, tokens));
+    advance(model, pool, lanes, StepKind::kReplay, tokens, accepted);
+  }
 }
 
 }  // namespace replayssm::test

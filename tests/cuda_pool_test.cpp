@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,43 +16,10 @@ namespace {
 constexpr int kWindow = 6, kMaxStep = 4;
 
 template <typename T>
-constexpr Dtype kElement = std::is_same_v<T, float>  ? Dtype::kF32
-                           : std::is_same_v<T, Bf16> ? Dtype::kBF16
-                                                     : Dtype::kF16;
-
-// A device and a model, for pools of its layout.
-template <typename T>
-struct Rig {
+struct Rig : CudaPoolRig<T> {
   explicit Rig(CheckpointForm form = CheckpointForm::kWords)
-      : model(cuda_mini_layout(kWindow, kMaxStep, form), device) {}
-
-  std::unique_ptr<CudaStatePool> pool(int slots, bool is_poisoned = true, int max_rows = 0) {
-    const CudaPoolOptions options = {.max_rows = max_rows, .is_poisoned = is_poisoned, .element = kElement<T>};
-    return std::make_unique<CudaStatePool>(model.layout(), PoolSize{slots, 0}, device, options);
-  }
-
-  CudaDevice device;
-  CudaMiniModel<T> model;
+      : CudaPoolRig<T>(cuda_mini_layout(kWindow, kMaxStep, form)) {}
 };
-
-Lane lane_in(CudaStatePool& pool, uint64_t seed) {
-  Lane lane;
-  lane.handle = pool.allocate(pool.layout().context_tokens);
-  lane.random.seed(seed);
-  return lane;
-}
-
-// Replay steps whose windows and acceptances come from `seed`.
-template <typename Model>
-void run_script(Model& model, CudaStatePool& pool, const std::vector<Lane*>& lanes, uint64_t seed, int steps) {
-  std::mt19937_64 random(seed);
-  const auto pick = [&random](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  for (int step = 0; step < steps; ++step) {
-    const int tokens = pick(1, kMaxStep);
-    const std::vector<int> accepted(lanes.size(), pick(0, tokens));
-    advance(model, pool, lanes, StepKind::kReplay, tokens, accepted);
-  }
-}
 
 class CudaPool : public CudaTest {};
 
@@ -61,14 +27,14 @@ template <typename T>
 void expect_clean_slots(CheckpointForm form) {
   Rig<T> rig(form);
   const auto fresh = rig.pool(3, /*is_poisoned=*/false);
-  Lane expected = lane_in(*fresh, 5);
+  Lane expected = cuda_lane(*fresh, 5);
   advance(rig.model, *fresh, {&expected}, StepKind::kPrefill, 2);
-  run_script(rig.model, *fresh, {&expected}, 9, 30);
+  run_cuda_script(rig.model, *fresh, {&expected}, 9, 30);
   for (const bool is_reset : {false, true}) {
     const auto pool = rig.pool(1);
-    Lane first = lane_in(*pool, 4);
+    Lane first = cuda_lane(*pool, 4);
     advance(rig.model, *pool, {&first}, StepKind::kPrefill, 19);
-    run_script(rig.model, *pool, {&first}, 8, 20);
+    run_cuda_script(rig.model, *pool, {&first}, 8, 20);
     for (const StepKind kind : {StepKind::kReplay, StepKind::kPrefill, StepKind::kReplay}) {
       rig.model.run(*pool, kind, {first.handle}, {{MiniModel::kNanToken, MiniModel::kNanToken}});
       pool->commit();
@@ -80,10 +46,10 @@ void expect_clean_slots(CheckpointForm form) {
       second.random.seed(5);
     } else {
       pool->free(first.handle);
-      second = lane_in(*pool, 5);
+      second = cuda_lane(*pool, 5);
     }
     advance(rig.model, *pool, {&second}, StepKind::kPrefill, 2);
-    run_script(rig.model, *pool, {&second}, 9, 30);
+    run_cuda_script(rig.model, *pool, {&second}, 9, 30);
     EXPECT_TRUE(same_bits(second.outputs, expected.outputs)) << "reset " << is_reset;
   }
 }
@@ -97,7 +63,7 @@ TEST_F(CudaPool, AFreedSlotIsCleanWhenItIsNextUsed) {
 TEST_F(CudaPool, PaddingRowsTouchNoStateAndGiveZeros) {
   Rig<Bf16> rig;
   const auto pool = rig.pool(2, true, 4), other = rig.pool(2, true, 4);
-  Lane lane = lane_in(*pool, 1), unpadded = lane_in(*other, 1);
+  Lane lane = cuda_lane(*pool, 1), unpadded = cuda_lane(*other, 1);
   for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
     const auto before = pool_bytes_of(*pool);
     const Outputs zeros = rig.model.run(*pool, kind, {kPaddingRow, kPaddingRow}, {{1}, {2}});
@@ -122,7 +88,7 @@ TEST_F(CudaPool, RollbackMovesNoStateBytes) {
   Rig<Bf16> rig;
   rig.model.readout = Readout::kExact;
   const auto conventional = rig.pool(1, false), pool = rig.pool(1);
-  Lane plain = lane_in(*conventional, 1), lane = lane_in(*pool, 1);
+  Lane plain = cuda_lane(*conventional, 1), lane = cuda_lane(*pool, 1);
   for (int step = 0; step < 60; ++step) advance(rig.model, *conventional, {&plain}, StepKind::kConventional, 1);
   std::mt19937_64 random(3);
   while (lane.past.size() < 60) {
@@ -149,7 +115,7 @@ void run_to_fork(Model& model, CudaStatePool& pool, Lane& lane, int records) {
 template <typename T>
 void expect_forks_continue(Rig<T>& rig, int sharers, int records, StepKind kind) {
   const auto pool = rig.pool(sharers);
-  std::vector<Lane> lanes = {lane_in(*pool, 1)};
+  std::vector<Lane> lanes = {cuda_lane(*pool, 1)};
   run_to_fork(rig.model, *pool, lanes[0], records);
   while (static_cast<int>(lanes.size()) < sharers) {
     Lane child = lanes[0];
@@ -164,14 +130,14 @@ void expect_forks_continue(Rig<T>& rig, int sharers, int records, StepKind kind)
   advance(rig.model, *pool, all, kind, 1);
   const bool is_written = kind != StepKind::kReplay || records == kWindow;
   EXPECT_EQ(pool->counts().used_checkpoints, is_written ? sharers : 1);
-  run_script(rig.model, *pool, all, 6, 12);
+  run_cuda_script(rig.model, *pool, all, 6, 12);
   for (int child = 0; child < sharers; ++child) {
     const auto alone = rig.pool(1, false);
-    Lane lane = lane_in(*alone, 1);
+    Lane lane = cuda_lane(*alone, 1);
     run_to_fork(rig.model, *alone, lane, records);
     if (child > 0) lane.random.seed(100 + child);
     advance(rig.model, *alone, {&lane}, kind, 1);
-    run_script(rig.model, *alone, {&lane}, 6, 12);
+    run_cuda_script(rig.model, *alone, {&lane}, 6, 12);
     EXPECT_TRUE(same_bits(lanes[child].outputs, lane.outputs))
         << sharers << " sharers, child " << child << ", " << records << " records";
   }
@@ -196,11 +162,11 @@ void expect_materialise_reaches(CheckpointForm form) {
   int reached = 0;
   for (int records = 0; records <= kWindow; ++records) {
     const auto pool = rig.pool(2);
-    Lane from = lane_in(*pool, 1), to = lane_in(*pool, 2);
+    Lane from = cuda_lane(*pool, 1), to = cuda_lane(*pool, 2);
     advance(rig.model, *pool, {&to}, StepKind::kPrefill, 40);
     advance(rig.model, *pool, {&from}, StepKind::kPrefill, 5);
     for (const int tokens : {2, 3, 1}) advance(rig.model, *pool, {&from}, StepKind::kReplay, tokens, {tokens});
-    const auto source = checkpoints_of<T>(*pool, from.handle);
+    const auto source = checkpoints_of(*pool, from.handle);
     const Cursor cursor = pool->cursor(from.handle);
     try {
       pool->materialise(from.handle, to.handle, records);
@@ -210,18 +176,18 @@ void expect_materialise_reaches(CheckpointForm form) {
       continue;
     }
     ++reached;
-    EXPECT_EQ(checkpoints_of<T>(*pool, from.handle), source);
+    EXPECT_EQ(checkpoints_of(*pool, from.handle), source);
     EXPECT_EQ(pool->cursor(from.handle), cursor);
     EXPECT_EQ(pool->cursor(to.handle), (Cursor{5 + records, 0}));
 
     const auto alone = rig.pool(1, false);
-    Lane twin = lane_in(*alone, 7), copy;
+    Lane twin = cuda_lane(*alone, 7), copy;
     relive(rig.model, *alone, twin.handle, {from.past.begin(), from.past.begin() + 1 + records});
-    EXPECT_EQ(checkpoints_of<T>(*pool, to.handle), checkpoints_of<T>(*alone, twin.handle));
+    EXPECT_EQ(checkpoints_of(*pool, to.handle), checkpoints_of(*alone, twin.handle));
     copy.handle = to.handle;
     copy.random.seed(7);
-    run_script(rig.model, *alone, {&twin}, 5, 20);
-    run_script(rig.model, *pool, {&copy}, 5, 20);
+    run_cuda_script(rig.model, *alone, {&twin}, 5, 20);
+    run_cuda_script(rig.model, *pool, {&copy}, 5, 20);
     EXPECT_TRUE(same_bits(copy.outputs, twin.outputs)) << records << " records";
   }
   EXPECT_GE(reached, kMaxStep + 1);
@@ -307,8 +273,8 @@ void expect_graph_serves_any_step(CheckpointForm form, Readout readout) {
   const auto captured = rig.pool(kSlots), plain = rig.pool(kSlots);
   std::vector<Lane> lanes, twins;
   for (uint64_t seed = 1; seed <= 4; ++seed) {
-    lanes.push_back(lane_in(*captured, seed));
-    twins.push_back(lane_in(*plain, seed));
+    lanes.push_back(cuda_lane(*captured, seed));
+    twins.push_back(cuda_lane(*plain, seed));
   }
   CudaGraph graph(rig.device, [&] { rig.model.queue(*captured, StepKind::kReplay, kRows, kRows * kTokens); });
   EXPECT_EQ(pool_bytes_of(*captured), pool_bytes_of(*plain)) << "a capture runs nothing";
@@ -407,7 +373,7 @@ TEST_F(CudaPool, CommitRowsMeetsTheLedger) {
 TEST_F(CudaPool, AnAbortedStepLeavesTheForksOfItsSequencesAlone) {
   Rig<float> rig;
   const auto pool = rig.pool(2), other = rig.pool(1, false);
-  Lane parent = lane_in(*pool, 1), alone = lane_in(*other, 1);
+  Lane parent = cuda_lane(*pool, 1), alone = cuda_lane(*other, 1);
   run_to_fork(rig.model, *pool, parent, 4);
   run_to_fork(rig.model, *other, alone, 4);
   Lane child = parent;
@@ -416,8 +382,8 @@ TEST_F(CudaPool, AnAbortedStepLeavesTheForksOfItsSequencesAlone) {
   pool->abort_step();
   EXPECT_THROW(pool->fork(parent.handle, 512), Error);
   pool->reset(parent.handle);
-  run_script(rig.model, *pool, {&child}, 2, 20);
-  run_script(rig.model, *other, {&alone}, 2, 20);
+  run_cuda_script(rig.model, *pool, {&child}, 2, 20);
+  run_cuda_script(rig.model, *other, {&alone}, 2, 20);
   EXPECT_TRUE(same_bits(child.outputs, alone.outputs));
 }
 

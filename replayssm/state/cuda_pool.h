@@ -64,6 +64,12 @@ class CudaStatePool final : public SequencePool {
     return conv_view<T>(index);
   }
 
+  // For readers and writers of single sequences (session files): where the arrays of a layer lie in device memory, null
+  // for one that is not kept; checkpoints in the layout's form, the others in FP32 or, of activations, the element.
+  std::byte* checkpoint(int index) const { return memory(index).checkpoint; }
+  std::byte* ring(int index, size_t array) const { return memory(index).ring[array]; }
+  std::byte* conv_window(int index) const { return memory(index).conv_window; }
+
   CudaDevice& device() const { return device_; }
 
   // The pool's arrays, one after the other; for tests, which compare all of its bytes.

@@ -240,12 +240,15 @@ std::vector<const Tensor*> match(const SafetensorsFile& file, const std::vector<
 
 }  // namespace
 
-void save_session(StatePool& pool, Handle handle, const std::string& path) {
-  const Ledger& ledger = pool.ledger();
-  const Cursor cursor = ledger.cursor(handle);
-  require(!ledger.is_in_step(), "save: not while a step is begun; commit or abort it first");
-  require(!ledger.is_spoilt(handle), "save: the state of slot {} was lost when its step was aborted", handle.slot);
+void check_saving(const SequencePool& pool, Handle handle) {
+  const bool is_spoilt = pool.ledger().is_spoilt(handle);
+  require(!pool.ledger().is_in_step(), "save: not while a step is begun; commit or abort it first");
+  require(!is_spoilt, "save: the state of slot {} was lost when its step was aborted", handle.slot);
+}
 
+void save_session(StatePool& pool, Handle handle, const std::string& path) {
+  check_saving(pool, handle);
+  const Cursor cursor = pool.cursor(handle);
   const std::vector<Part> parts = parts_of(pool, handle);
   std::vector<std::vector<float>> contents;
   std::vector<Tensor> tensors;

@@ -28,4 +28,7 @@ void save_session(StatePool& pool, Handle handle, const std::string& path);
 // differs and both values, or what is broken, or what did not fit; then the pool is as it was.
 Handle load_session(StatePool& pool, const std::string& path, int64_t max_tokens);
 
+// Throws Error unless the state of `handle` can be saved.
+void check_saving(const SequencePool& pool, Handle handle);
+
 }  // namespace replayssm
