@@ -8,6 +8,7 @@
 #include "bench/cuda_layer.h"
 #include "bench/cuda_memory.h"
 #include "replayssm/ops/delta.h"
+#include "replayssm/ops/replay_plan.h"
 
 namespace replayssm::bench {
 
@@ -60,11 +61,14 @@ class CudaDelta {
     delta_prefill<T, Out>({state_, rows, token_begin, inputs_, out_}, device, {});
   }
 
-  // How a decoding step is run; without a readout: a conventional one. Empty: the library does not say.
-  std::string plan(int batch, int tokens_per_row, std::optional<Readout> readout, CudaDevice& device) const {
-    const bool is_pass = state_.shape.gate_size > 1 || state_.form == CheckpointForm::kPlanes;
-    if (readout != Readout::kDirect || !is_pass) return "";
-    return describe(delta_plan(state_.shape, batch, tokens_per_row, device));
+  // How a decoding step is run; without a readout: a conventional one.
+  std::string plan(const StateRows& rows, int tokens_per_row, std::optional<Readout> readout,
+                   CudaDevice& device) const {
+    if (!readout) return describe(DecodePlan{});
+    const DecodePlan plan = plan_decode(state_.shape, rows, state_.window, tokens_per_row, sizeof(T), state_.form,
+                                        *readout, device.properties());
+    const std::string pass = describe(delta_plan(state_.shape, rows.count, tokens_per_row, device));
+    return plan.path == DecodePath::kPass ? describe(plan) + ": " + pass : describe(plan);
   }
 
   const BasicDeltaState<T>& state() const { return state_; }

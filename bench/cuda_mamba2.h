@@ -8,6 +8,7 @@
 #include "bench/cuda_layer.h"
 #include "bench/cuda_memory.h"
 #include "replayssm/ops/mamba2.h"
+#include "replayssm/ops/replay_plan.h"
 
 namespace replayssm::bench {
 
@@ -57,8 +58,12 @@ class CudaMamba2 {
     mamba2_prefill<T, Out>({state_, rows, heads_, token_begin, inputs_, out_}, device, {});
   }
 
-  // How a decoding step is run; without a readout: a conventional one. Empty: the library does not say.
-  std::string plan(int, int, std::optional<Readout>, CudaDevice&) const { return ""; }
+  // How a decoding step is run; without a readout: a conventional one.
+  std::string plan(const StateRows& rows, int tokens_per_row, std::optional<Readout> readout,
+                   CudaDevice& device) const {
+    if (!readout) return describe(DecodePlan{});
+    return describe(plan_decode(state_.shape, rows, state_.window, tokens_per_row, sizeof(T), device.properties()));
+  }
 
   const BasicMamba2State<T>& state() const { return state_; }
   const Mamba2Heads& heads() const { return heads_; }

@@ -136,10 +136,7 @@ class LayerTiming {
     OpsResult result{options_.op, timed.decode, timed.batch, timed.window, timed.tokens, timed.accepted};
     if (form_ == CheckpointForm::kPlanes) result.read = is_half_read(timed) ? "bf16" : "fp32-planes";
     result.bytes = call_bytes(timed, Layer::bytes(shape_), cycle, is_half_read(timed));
-    if (options_.is_plan) {
-      const std::string plan = layer.plan(timed.batch, timed.tokens, readout, device_);
-      result.plan = plan.empty() ? "not described" : plan;
-    }
+    if (options_.is_plan) result.plan = layer.plan(rows.at(0), timed.tokens, readout, device_);
     const int enough = std::max(rows.sets(), static_cast<int>(kGraphBytes / result.bytes));
     const int calls = (enough + rows.phases() - 1) / rows.phases() * rows.phases();
     const auto call = [&](int index) {

@@ -18,7 +18,7 @@
 namespace replayssm {
 namespace {
 
-constexpr int kMaxUnitValues = 128;  // of a warp that prepares: a quad a lane
+constexpr int kPassValues = 128;  // of a warp that prepares: a quad a lane
 // The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers. With 20 of
 // them the record that is loaded ahead spills, so that it is waited for (H200, 32 heads, batch 256, a step: 406 us
 // against 313).
@@ -579,10 +579,10 @@ void launch_padded(DeltaArgs<T> args, Readout readout, CudaDevice& device) {
   const int64_t token_heads = int64_t{args.rows.count} * args.tokens_per_row * shape.heads;
   args.queries = static_cast<float*>(device.scratch(sizeof(float) * token_heads * (K + shape.value_size)));
   args.shares = args.queries + token_heads * K;
-  args.unit_values = kMaxUnitValues;
+  args.unit_values = kPassValues;
   const auto prepare = args.tokens_per_row == 1 ? delta_prepare_kernel<K, 32, kPerChannel, T>
                                                 : delta_prepare_kernel<K, 8, kPerChannel, T>;
-  launch(args.op, prepare, dim3((shape.value_size + kMaxUnitValues - 1) / kMaxUnitValues, shape.heads, args.rows.count),
+  launch(args.op, prepare, dim3((shape.value_size + kPassValues - 1) / kPassValues, shape.heads, args.rows.count),
          32, DeltaShared::bytes(records, args.tokens_per_row), args, device);
   StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
                        args.state.form,   shape.heads,         shape.value_size,       shape.key_size,
@@ -687,16 +687,10 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
   check_window("delta_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   check_cuda_window("delta_decode", args.state.window, args.tokens_per_row);
   check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
-  const ReplayArgs<T> replay = replay_args(args, device);
-  // A direct readout of planes, or of a window so wide that fewer than two blocks of whole heads have room, is faster
-  // by a pass over the checkpoints (H200, 32 heads, batch 256: planes, L 16, 159 us against 203; L 32, T = 4, 396
-  // against 762).
-  const int rows = static_cast<int>(ceiling_quotient(args.state.shape.value_size, kSliceRows)) * kSliceRows;
-  const bool is_direct = args.readout == Readout::kDirect;
-  const bool is_by_pass = is_direct && (args.state.form == CheckpointForm::kPlanes ||
-                                        !has_room_for_replay(replay, 2, rows, device.properties()));
-  if (args.state.shape.gate_size == 1 && !is_by_pass && has_room_for_replay(replay, 1, kSliceRows, device.properties()))
-    return launch_replay<Rule::kDelta>(replay, device);
+  const DecodePlan plan = plan_decode(args.state.shape, args.rows, args.state.window, args.tokens_per_row, sizeof(T),
+                                      args.state.form, args.readout, device.properties());
+  if (plan.path == DecodePath::kReplay)
+    return launch_replay<Rule::kDelta>(replay_args(args, device), plan.replay, device);
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "delta_decode"},
          args.readout, device);

@@ -324,9 +324,10 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
   check_window("mamba2_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   check_cuda_window("mamba2_decode", args.state.window, args.tokens_per_row);
   check_tokens("mamba2_decode", args.state.shape, args.tokens, args.heads, args.out);
-  const ReplayArgs<T> replay = replay_args(args, device);
-  if (has_room_for_replay(replay, 1, kSliceRows, device.properties()))
-    return launch_replay<Rule::kMamba2>(replay, device);
+  const DecodePlan plan =
+      plan_decode(args.state.shape, args.rows, args.state.window, args.tokens_per_row, sizeof(T), device.properties());
+  if (plan.path == DecodePath::kReplay)
+    return launch_replay<Rule::kMamba2>(replay_args(args, device), plan.replay, device);
   // What has no room there is read out exactly, whatever was asked for.
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_decode"},

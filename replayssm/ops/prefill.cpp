@@ -10,7 +10,6 @@
 namespace replayssm {
 namespace {
 
-constexpr int kSliceRows = 16;
 // What a token costs, in instructions of a multiprocessor: for each slice; for each block, which makes it ready; and at
 // the least, for its updates follow one another.
 constexpr int64_t kSliceWork = 320, kBlockWork = 200, kLeastWork = 2000;

@@ -39,7 +39,7 @@ struct ReplayBlock {
 
   __device__ static int lane() { return fresh_thread() % 32; }
   __device__ static int warp() { return fresh_thread() / 32; }
-  __device__ int row_warps() const { return blockDim.x / 32 - args.helpers; }
+  __device__ int row_warps() const { return args.plan.row_warps; }
   // A barrier of so many helpers alone.
   __device__ static void meet_helpers(int barrier, int helpers) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(32 * helpers) : "memory");
@@ -49,26 +49,33 @@ struct ReplayBlock {
   __device__ X* at(int offset) const {
     return reinterpret_cast<X*>(memory + offset);
   }
-  __device__ ReplaySchedule<T>& schedule() const { return *at<ReplaySchedule<T>>(args.shared.schedule); }
+  __device__ ReplaySchedule<T>& schedule() const { return *at<ReplaySchedule<T>>(args.plan.shared.schedule); }
   __device__ const Unit& unit(int index) const { return schedule().unit[index % kUnits]; }
   __device__ char* slice(int index) const { return memory + index * kSliceBytes<K>; }
-  __device__ int raw_place(int index) const { return args.shared.raw_buffers == 2 ? index % 2 : 0; }
-  __device__ T* raw_keys(int index) const { return at<T>(args.shared.raw_keys) + raw_place(index) * args.records * K; }
+  __device__ int raw_place(int index) const { return args.plan.shared.raw_buffers == 2 ? index % 2 : 0; }
+  __device__ T* raw_keys(int index) const {
+    return at<T>(args.plan.shared.raw_keys) + raw_place(index) * args.plan.records * K;
+  }
   __device__ T* raw_queries(int index) const {
-    return at<T>(args.shared.raw_queries) + raw_place(index) * args.tokens * K;
+    return at<T>(args.plan.shared.raw_queries) + raw_place(index) * args.tokens * K;
   }
   __device__ float* keys(int index) const {
-    return at<float>(args.shared.keys) + (args.shared.key_buffers == 2 ? index % 2 * args.records * K : 0);
+    return at<float>(args.plan.shared.keys) +
+           (args.plan.shared.key_buffers == 2 ? index % 2 * args.plan.records * K : 0);
   }
-  __device__ float* queries(int index) const { return at<float>(args.shared.queries) + index % 2 * args.tokens * K; }
+  __device__ float* queries(int index) const {
+    return at<float>(args.plan.shared.queries) + index % 2 * args.tokens * K;
+  }
   __device__ float* products(int index) const {
-    return at<float>(args.shared.products) + index % 2 * args.tokens * args.records;
+    return at<float>(args.plan.shared.products) + index % 2 * args.tokens * args.plan.records;
   }
-  __device__ float* mutual(int group) const { return at<float>(args.shared.mutual) + group * kMutual; }
+  __device__ float* mutual(int group) const { return at<float>(args.plan.shared.mutual) + group * kMutual; }
   __device__ T* values(int index) const {
-    return at<T>(args.shared.values) + index % 3 * args.records * args.unit_values;
+    return at<T>(args.plan.shared.values) + index % 3 * args.plan.records * args.plan.unit_values;
   }
-  __device__ float* gates(int index) const { return at<float>(args.shared.gates) + index % 3 * 3 * args.records; }
+  __device__ float* gates(int index) const {
+    return at<float>(args.plan.shared.gates) + index % 3 * 3 * args.plan.records;
+  }
   __device__ float* head_numbers(int index) const { return schedule().head_numbers[index % 3]; }
 
   __device__ static bool has_state(const Unit& u) { return u.kind >= UnitKind::kDirect; }
@@ -114,8 +121,8 @@ struct ReplayBlock {
     const int head = args.by_part.quotient(in_row), part = in_row - head * args.by_part.divisor;
     const int key_head = args.by_share.quotient(head);
     u.head = head;
-    u.first_value = part * args.unit_values;
-    u.values = min(args.unit_values, args.values - u.first_value);
+    u.first_value = part * args.plan.unit_values;
+    u.values = min(args.plan.unit_values, args.values - u.first_value);
     u.history = row.history;
     u.first_token = int64_t{b} * args.tokens;
     u.out = (u.first_token * args.heads + head) * args.values + u.first_value;
@@ -173,7 +180,8 @@ struct ReplayBlock {
     arrival.begin(all * (key_bytes + (has_even_values ? value_bytes : 0)) + (all - committed) * key_bytes);
     if (ahead >= 0) copy_row(ahead);
     // Records that follow one another in the ring and in shared memory are one piece; a token is one always.
-    const bool has_runs = kHasCopyEngine && args.key_size == K && has_even_values && args.unit_values == args.values;
+    const bool has_runs =
+        kHasCopyEngine && args.key_size == K && has_even_values && args.plan.unit_values == args.values;
     const int run = has_runs && committed > 0 ? min(committed, args.capacity - position(u, 0)) : 0;
     const int pieces = all == 0 ? 0 : has_runs ? 2 + args.tokens : all;
 #pragma unroll 1
@@ -187,7 +195,7 @@ struct ReplayBlock {
       arrival.copy(raw_keys(index) + j * K, is_token ? u.key + t * args.key_stride : u.key_ring + from * args.key_size,
                    size * key_bytes);
       if (is_token) arrival.copy(raw_queries(index) + t * K, u.query + t * args.query_stride, key_bytes);
-      T* to_values = values(index) + j * args.unit_values;
+      T* to_values = values(index) + j * args.plan.unit_values;
       const T* from_values = is_token ? u.value + t * args.value_stride : u.value_ring + from * args.values;
       if (has_even_values)
         arrival.copy(to_values, from_values, size * value_bytes);
@@ -204,8 +212,9 @@ struct ReplayBlock {
       const bool is_token = t >= 0;
       if (kIsDelta || !is_token)
         copy_word_async(to_gates + j, is_token ? u.log_decay + t * args.heads : u.decay_ring + from);
-      copy_word_async(to_gates + args.records + j, is_token ? u.strength + t * args.heads : u.strength_ring + from);
-      if (kIsDelta && !is_token) copy_word_async(to_gates + 2 * args.records + j, u.scale_ring + from);
+      copy_word_async(to_gates + args.plan.records + j,
+                      is_token ? u.strength + t * args.heads : u.strength_ring + from);
+      if (kIsDelta && !is_token) copy_word_async(to_gates + 2 * args.plan.records + j, u.scale_ring + from);
     }
     if (!kIsDelta && all > 0) {
       if (me == 0) copy_word_async(head_numbers(index), args.a_log + u.head);
@@ -216,7 +225,7 @@ struct ReplayBlock {
 
   // Begins a round of the warp's slices, those of a unit; copy_slice of each of them and end must follow.
   __device__ void begin_slices(const Unit& u) const {
-    const int me = warp(), rows = min(u.values, (me + 1) * args.warp_rows) - me * args.warp_rows;
+    const int me = warp(), rows = min(u.values, (me + 1) * args.plan.warp_rows) - me * args.plan.warp_rows;
     schedule().slices[me].begin(
         has_state(u) && rows > 0 ? State::read_bytes(rows, args.key_size, u.kind == UnitKind::kDirect) : 0);
   }
@@ -257,12 +266,13 @@ struct ReplayBlock {
         if constexpr (kIsDelta) x = scaled(x, query_scale(scale, args.key_size));
         if (has_quad) reinterpret_cast<float4*>(queries(index) + t * K)[me] = x;
         if (quad < u.values)
-          store_quad(u.value_ring + to * args.values + quad, shared_quad(values(index) + j * args.unit_values + quad));
+          store_quad(u.value_ring + to * args.values + quad,
+                     shared_quad(values(index) + j * args.plan.unit_values + quad));
       }
     }
     if (helper == converting - 1 && me < args.tokens) {
       const int j = u.history + me, to = position(u, j);
-      const float strength = of_gates[args.records + j];
+      const float strength = of_gates[args.plan.records + j];
       const float decay = kIsDelta ? expf(of_gates[j]) : expf(__fmul_rn(-expf(head_numbers(index)[0]), strength));
       of_gates[j] = decay;
       if (u.appends_gates) {
@@ -274,7 +284,7 @@ struct ReplayBlock {
     for (int j = converting - 1 - helper; j < u.history; j += converting) {
       float4 k = make_float4(0, 0, 0, 0);
       if (has_channels) k = to_numbers(shared_quad(raw_keys(index) + j * K + quad));
-      if constexpr (kIsDelta) k = scaled(k, of_gates[2 * args.records + j]);
+      if constexpr (kIsDelta) k = scaled(k, of_gates[2 * args.plan.records + j]);
       if (has_quad) to_keys[j * (K / 4)] = k;
     }
   }
@@ -305,9 +315,9 @@ struct ReplayBlock {
       // (The updates' loop apart from all else: a branch costs as much as ten of an update's numbers.)
 #pragma unroll 1
       for (; j < end; ++j) {
-        const float first = to_number(of_values[j * args.unit_values]);
-        const float second = to_number(of_values[j * args.unit_values + 8]);
-        const float decay = of_gates[j], strength = of_gates[args.records + j];
+        const float first = to_number(of_values[j * args.plan.unit_values]);
+        const float second = to_number(of_values[j * args.plan.unit_values + 8]);
+        const float decay = of_gates[j], strength = of_gates[args.plan.records + j];
         const VectorQuads key(of_keys + j * K, me);
         if constexpr (kIsDelta)
           delta_update<false>(state, key, key, decay, strength, first, second);
@@ -333,7 +343,7 @@ struct ReplayBlock {
     if (!has_output(me) || row >= slice_rows(u, of_slice)) return;
     float y = me % 4 == 0 ? products[0] : products[1];
     if (kRule == Rule::kMamba2 && args.skip != nullptr) {
-      const T* of_token = values(index) + (u.history + t) * args.unit_values;
+      const T* of_token = values(index) + (u.history + t) * args.plan.unit_values;
       y = __fmaf_rn(head_numbers(index)[1], to_number(of_token[of_slice * kSliceRows + row]), y);
     }
     write_out(u, t, of_slice * kSliceRows + row, y);
@@ -389,8 +399,8 @@ struct ReplayBlock {
     const Unit& u = unit(index);
     const int me = lane(), history = u.history;
     float4* query = reinterpret_cast<float4*>(queries(index) + t * K) + me;
-    float* coefficients = products(index) + t * args.records;
-    const float *decay_of = gates(index), *strength_of = decay_of + args.records;
+    float* coefficients = products(index) + t * args.plan.records;
+    const float *decay_of = gates(index), *strength_of = decay_of + args.plan.records;
     float4 w = 4 * me < K ? *query : make_float4(0, 0, 0, 0);
     float decay = 1;  // of the records after j
 #pragma unroll 1
@@ -450,7 +460,7 @@ struct ReplayBlock {
       for (int s = 0; s < kSlices; ++s) copy_slice(unit(index + 1), of_slice + s);
     }
     const T* of_values = values(index) + of_slice * kSliceRows + me / 4;
-    const float* coefficients = products(index) + first * args.records;
+    const float* coefficients = products(index) + first * args.plan.records;
     const int end = u.history + first + kCount;
 #pragma unroll 2
     for (int j = c; j < end; j += 4) {
@@ -459,11 +469,11 @@ struct ReplayBlock {
       for (int s = 0; s < kSlices; ++s)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          v[s][half] = to_number(of_values[j * args.unit_values + s * kSliceRows + half * 8]);
+          v[s][half] = to_number(of_values[j * args.plan.unit_values + s * kSliceRows + half * 8]);
 #pragma unroll
       for (int t = 0; t < kCount; ++t) {
         if (kCount > 1 && j > u.history + first + t) continue;
-        const float weight = coefficients[t * args.records + j];
+        const float weight = coefficients[t * args.plan.records + j];
 #pragma unroll
         for (int s = 0; s < kSlices; ++s)
 #pragma unroll
@@ -508,7 +518,7 @@ struct ReplayBlock {
     if (threadIdx.x < row_warps()) schedule().slices[threadIdx.x].initialise();
     // What lies past a row's channels stays as it is now.
     if (args.key_size < K)
-      for (int i = threadIdx.x; i < args.unit_values * K; i += blockDim.x) at<float>(0)[i] = 0;
+      for (int i = threadIdx.x; i < args.plan.unit_values * K; i += blockDim.x) at<float>(0)[i] = 0;
     let_engine_see();
     __syncthreads();
     const int helper = warp() - row_warps();
@@ -529,9 +539,9 @@ struct ReplayBlock {
   // but one looks ahead; of two one does both. The one that fetches makes no records ready if it need not wait for
   // that.
   __device__ void run_helpers(int helper) const {
-    const int last = args.helpers - 1;
-    const bool is_fetching = helper == last, fetches_first = args.shared.raw_buffers == 2;
-    const int converting = fetches_first ? last : args.helpers;
+    const int last = args.plan.helpers - 1;
+    const bool is_fetching = helper == last, fetches_first = args.plan.shared.raw_buffers == 2;
+    const int converting = fetches_first ? last : args.plan.helpers;
     if (is_fetching) copy_records(0, -1);
     int index = 0;
 #pragma unroll 1
@@ -556,11 +566,11 @@ struct ReplayBlock {
   }
   // Where records have one place, those of a unit that is walked stay there until all of its slices have been.
   __device__ void let_walk_end(int index) const {
-    if (args.shared.key_buffers == 1 && index >= 0 && unit(index).kind == UnitKind::kWalk) __syncthreads();
+    if (args.plan.shared.key_buffers == 1 && index >= 0 && unit(index).kind == UnitKind::kWalk) __syncthreads();
   }
 
   __device__ void run_rows() const {
-    const int slices = args.warp_rows / kSliceRows, first = warp() * slices;
+    const int slices = args.plan.warp_rows / kSliceRows, first = warp() * slices;
     begin_slices(unit(0));
     for (int i = 0; i < slices; ++i) copy_slice(unit(0), first + i);
     schedule().slices[warp()].end();
@@ -572,14 +582,14 @@ struct ReplayBlock {
       if (!has_state(u)) refuse(u);
       schedule().slices[warp()].wait(index);
       begin_slices(unit(index + 1));
-      const int of_slice = warp() * (args.warp_rows / kSliceRows);
-      if (u.kind == UnitKind::kDirect && args.tokens == 1 && args.warp_rows == 2 * kSliceRows &&
+      const int of_slice = warp() * (args.plan.warp_rows / kSliceRows);
+      if (u.kind == UnitKind::kDirect && args.tokens == 1 && args.plan.warp_rows == 2 * kSliceRows &&
           slice_rows(u, of_slice + 1) > 0) {
         read_tokens<1, 2>(index, of_slice, 0);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < args.warp_rows / kSliceRows; ++i)
-          run_slice(index, warp() * (args.warp_rows / kSliceRows) + i);
+        for (int i = 0; i < args.plan.warp_rows / kSliceRows; ++i)
+          run_slice(index, warp() * (args.plan.warp_rows / kSliceRows) + i);
       }
       schedule().slices[warp()].end();
       let_walk_end(index);
@@ -609,68 +619,25 @@ __global__ void __launch_bounds__(256, 2) replay_kernel(const __grid_constant__ 
   ReplayBlock<kRule, K, kForm, T>{args, reinterpret_cast<char*>(memory)}.run();
 }
 
-// The blocks for whose shared memory a multiprocessor has room.
-inline int blocks_with_room(int bytes, const CudaProperties& gpu) {
-  constexpr int kReserved = 1024;  // bytes that a block takes beside its own
-  if (bytes > static_cast<int>(gpu.shared_bytes_per_block)) return 0;
-  return static_cast<int>(gpu.shared_bytes_per_multiprocessor) / (bytes + kReserved);
-}
-
-// Whether a multiprocessor has room for so many blocks of the kernel, each with `rows` value rows.
-template <typename T>
-bool has_room_for_replay(const ReplayArgs<T>& args, int blocks, int rows, const CudaProperties& gpu) {
-  const ReplayShared shared =
-      share_memory<T>(128, std::min(rows, kMaxUnitValues), args.window + args.tokens, args.tokens, 1);
-  return blocks_with_room(shared.bytes, gpu) >= blocks;
-}
-
 template <Rule kRule, int K, CheckpointForm kForm, typename T>
 void launch_formed(ReplayArgs<T> args, CudaDevice& device) {
-  const CudaProperties& properties = device.properties();
-  const int all_rows = (args.values + kSliceRows - 1) / kSliceRows * kSliceRows;
-  args.records = args.window + args.tokens;
-  // Units of up to 128 values; of fewer where two blocks would not fit a multiprocessor, or where there are few of
-  // them.
-  const auto units_of = [&](int rows) {
-    return int64_t{args.rows.count} * args.heads * ((args.values + rows - 1) / rows);
-  };
-  args.unit_values = std::min(all_rows, kMaxUnitValues);
-  while (args.unit_values > kSliceRows) {
-    const bool are_many = units_of(args.unit_values) >= 2 * properties.multiprocessors;
-    if (has_room_for_replay(args, 2, args.unit_values, properties) && (are_many || args.unit_values <= 2 * kSliceRows))
-      break;
-    args.unit_values = (args.unit_values / kSliceRows + 1) / 2 * kSliceRows;
-  }
-  const int slices = args.unit_values / kSliceRows;
-  // Where there are few units, a warp has one slice: that is the shorter way.
-  const bool is_small = slices <= 2 && units_of(args.unit_values) <= 4 * properties.multiprocessors;
-  const int row_warps = is_small ? slices : (slices + 1) / 2;
-  args.warp_rows = (slices + row_warps - 1) / row_warps * kSliceRows;
-  args.helpers = std::max(2, slices / 2);
-  // Two helpers are quicker in turn; and room for another block is worth more than a second place.
-  const auto shared_of = [&](int raw_buffers) {
-    return share_memory<T>(K, args.unit_values, args.records, args.tokens, raw_buffers);
-  };
-  args.shared = shared_of(1);
-  if (const ReplayShared more = shared_of(2);
-      args.helpers > 2 && blocks_with_room(more.bytes, properties) == blocks_with_room(args.shared.bytes, properties))
-    args.shared = more;
-  const uint32_t parts = (args.values + args.unit_values - 1) / args.unit_values;
+  const ReplayPlan& plan = args.plan;
+  const uint32_t parts = (args.values + plan.unit_values - 1) / plan.unit_values;
   args.by_row = Divisor(args.heads * parts);
   args.by_part = Divisor(parts);
   args.by_share = Divisor(args.heads / args.key_heads);
-  args.units = static_cast<uint32_t>(args.rows.count) * args.heads * parts;
+  args.units = static_cast<uint32_t>(plan.units);
   const auto kernel = replay_kernel<kRule, K, kForm, T>;
-  const int threads = (row_warps + args.helpers) * 32;
-  const uint32_t blocks = std::min<uint32_t>(
-      args.units, properties.multiprocessors * resident_blocks(args.op, kernel, threads, args.shared.bytes));
+  const int resident = resident_blocks(args.op, kernel, plan.threads(), plan.shared.bytes);
+  const uint32_t blocks = std::min<uint32_t>(args.units, device.properties().multiprocessors * resident);
   if (args.units > kAhead * blocks) args.asked = device.counter();
-  launch(args.op, kernel, dim3(blocks), threads, args.shared.bytes, args, device);
+  launch(args.op, kernel, dim3(blocks), plan.threads(), plan.shared.bytes, args, device);
 }
 
 template <Rule kRule, typename T>
-void launch_replay(const ReplayArgs<T>& args, CudaDevice& device) {
+void launch_replay(ReplayArgs<T> args, const ReplayPlan& plan, CudaDevice& device) {
   if (args.rows.count == 0) return;
+  args.plan = plan;
   const auto launch_padded = [&]<CheckpointForm kForm>() {
     if (args.key_size <= 64) return launch_formed<kRule, 64, kForm>(args, device);
     launch_formed<kRule, 128, kForm>(args, device);

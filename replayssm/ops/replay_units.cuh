@@ -5,29 +5,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "replayssm/ops/delta.h"
+#include "replayssm/ops/replay_plan.h"
 #include "replayssm/ops/slices.cuh"
 
 namespace replayssm {
 
 enum class Rule { kDelta, kMamba2 };  // kDelta: one gate a head
-
-// Where what lies in a block's shared memory, in bytes from its beginning, after the slices. Of [2] and [3] units take
-// turns: one is worked on, the next is made ready, the one after that is on its way.
-struct ReplayShared {
-  int raw_buffers;  // 2, or 1 where that makes room: then records are fetched when those before have been made ready
-  int key_buffers;  // 2, or 1 for wide windows: then records are made ready when a walk before them has ended
-  int raw_keys;     // T [raw_buffers, records, K]
-  int raw_queries;  // T [raw_buffers, tokens, K]
-  int keys;         // float [key_buffers, records, K]
-  int queries;      // float [2, tokens, K]
-  int products;     // float [2, tokens, records]
-  int mutual;       // float [records / 4, 6]
-  int values;       // T [3, records, unit_values]
-  int gates;        // float [3, 3, records]: decay, strength, scale
-  int schedule;     // Schedule
-  int bytes;
-};
 
 // Division by what a launch knows, as a product: exact for all 32-bit numbers.
 struct Divisor {
@@ -66,15 +49,10 @@ struct ReplayArgs {
   bool has_float_out = false;
   CudaFault* fault = nullptr;
   const char* op = "";
-  // How the launch cuts the work.
-  int unit_values = 0;                // rows of a block
-  int warp_rows = 0;                  // of a warp: a slice's or two's
-  int helpers = 0;                    // warps of a block beside those of the rows
-  int records = 0;                    // that a unit may have
+  ReplayPlan plan;
   Divisor by_row, by_part, by_share;  // units of a row and of a head, heads of a key head
   uint32_t units = 0;
   uint32_t* asked = nullptr;  // counts the units asked for beyond each block's first kAhead; null if there are no more
-  ReplayShared shared{};
 };
 
 // What the families' decodes have in common.
@@ -121,7 +99,6 @@ struct RowWords {
   int32_t slot, history, checkpoint_in, checkpoint_out;
 };
 
-constexpr int kMaxUnitValues = 128;
 // A block's units, by their index in turn. Of the first kAhead a block knows the numbers without asking.
 constexpr int kAhead = 4;
 constexpr int kUnits = 8;
@@ -134,30 +111,6 @@ struct ReplaySchedule {
   Arrival records[2];                           // of units in turn
   Arrival slices[kMaxUnitValues / kSliceRows];  // of a rows' warp each, by units
 };
-
-// The shared memory of a block.
-template <typename T>
-ReplayShared share_memory(int padded_keys, int unit_values, int records, int tokens, int raw_buffers) {
-  ReplayShared plan{};
-  const auto take = [&](size_t bytes) {
-    const int at = plan.bytes;
-    plan.bytes += static_cast<int>((bytes + 15) / 16 * 16);
-    return at;
-  };
-  const size_t keys = size_t(padded_keys);
-  take(sizeof(float) * keys * unit_values);
-  plan.raw_buffers = raw_buffers;
-  plan.raw_keys = take(sizeof(T) * raw_buffers * records * keys);
-  plan.raw_queries = take(sizeof(T) * raw_buffers * tokens * keys);
-  plan.key_buffers = records <= 20 ? 2 : 1;
-  plan.keys = take(sizeof(float) * plan.key_buffers * records * keys);
-  plan.queries = take(sizeof(float) * 2 * tokens * keys);
-  plan.products = take(sizeof(float) * 2 * tokens * records);
-  plan.mutual = take(sizeof(float) * ((records + 3) / 4) * 6);
-  plan.values = take(sizeof(T) * 3 * records * unit_values);
-  plan.gates = take(sizeof(float) * 3 * 3 * records);
-  plan.schedule = take(sizeof(ReplaySchedule<T>));
-  return plan;
-}
+static_assert(sizeof(ReplaySchedule<float>) <= kReplayScheduleBytes);
 
 }  // namespace replayssm

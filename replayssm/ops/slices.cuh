@@ -10,10 +10,10 @@
 
 #include "replayssm/ops/copies.cuh"
 #include "replayssm/ops/rows.cuh"
+#include "replayssm/ops/tiles.h"
 
 namespace replayssm {
 
-inline constexpr int kSliceRows = 16;
 inline constexpr unsigned kWarp = 0xFFFFFFFFu;
 
 // The bytes of shared memory of a slice of K channels (padded): words, or both halves.

@@ -1,11 +1,12 @@
-// Internal to the convolution, the gates and the norms on a GPU: how their launches cut the work. Host arithmetic, for
-// the launches and for plans that name them.
+// Internal to the ops on a GPU: how their launches cut the work. Host arithmetic, for the launches and for plans that
+// name them.
 #pragma once
 
 #include <cstdint>
 
 namespace replayssm {
 
+inline constexpr int kSliceRows = 16;     // of a checkpoint, the share of one warp (slices.cuh)
 inline constexpr int kPackSize = 8;       // elements that a thread loads and stores together
 inline constexpr int kTileThreads = 128;  // of a block
 inline constexpr int kTileChannels = kTileThreads * kPackSize;
