@@ -31,7 +31,8 @@ TEST_F(CudaMoves, AreTheHosts) {
       constexpr int64_t kUnits[] = {1, 2, 4, 16};
       const int64_t unit = kUnits[pick(0, 3)];
       const int64_t stride = pick(1, 40) * unit * (pick(0, 3) == 0 ? 10 : 1), bytes = pick(0, stride / unit) * unit;
-      const int64_t pieces = pick(0, 30), begin = i * kRegion + pick(0, 5) * unit;
+      const int64_t most = (kRegion - 12 * unit) / stride;  // of a move: no other touches its region
+      const int64_t pieces = pick(0, std::min<int64_t>(30, most)), begin = i * kRegion + pick(0, 5) * unit;
       const bool is_clear = pick(0, 3) == 0;
       moves.push_back({&to[begin], is_clear ? nullptr : &from[begin + 7 * unit], bytes, pieces, stride});
       moves_there.push_back(
