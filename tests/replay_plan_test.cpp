@@ -58,8 +58,9 @@ TEST(ReplayPlan, HasWholeHeadsAtServingBatches) {
 // Few heads are cut so that all multiprocessors have work.
 TEST(ReplayPlan, SpreadsFewHeads) {
   const ReplayPlan plan = plan_replay({1, 32, 128, 128, 16, 1, 2}, kHopper);
-  EXPECT_EQ(plan.unit_values, 16);
-  EXPECT_EQ(plan.units, 256);
+  EXPECT_EQ(plan.unit_values, 32);
+  EXPECT_EQ(plan.units, 128);
+  EXPECT_EQ(plan.warp_rows, 16);
 }
 
 TEST(DecodePlan, ChoosesThePath) {

@@ -60,15 +60,16 @@ ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
   ReplayPlan plan;
   plan.records = sizes.window + sizes.tokens_per_row;
   plan.unit_values = most_rows(sizes.values);
-  // Fewer rows a unit where two blocks would not fit a multiprocessor (one alone: 346 us instead of 201 at L 32), or
-  // where there are few units: batch 1 takes 8.0 us in units of 16 rows.
+  // Fewer rows a unit where two blocks would not fit a multiprocessor, for one waits while the other works; or where
+  // there are few units, down to 32 rows (batch 1, L 16: 7.8 us).
   while (plan.unit_values > kSliceRows) {
     const bool are_many = units_of(plan.unit_values) >= 2 * gpu.multiprocessors;
     if (blocks_of(plan.unit_values, 1) >= 2 && (are_many || plan.unit_values <= 2 * kSliceRows)) break;
     plan.unit_values = (plan.unit_values / kSliceRows + 1) / 2 * kSliceRows;
   }
   plan.units = units_of(plan.unit_values);
-  // A warp has two slices (201 us; 213 with one and as many helpers fewer), or one where there are few units.
+  // A warp has two slices (with one, and twice the warps for the rows, a kernel of this kind took 204 us instead of
+  // 181), or one where there are few units: that is the shorter way.
   const int slices = plan.unit_values / kSliceRows;
   const bool are_few = slices <= 2 && plan.units <= 4 * gpu.multiprocessors;
   plan.row_warps = are_few ? slices : (slices + 1) / 2;
