@@ -582,8 +582,8 @@ void launch_padded(DeltaArgs<T> args, Readout readout, CudaDevice& device) {
   args.unit_values = kPassValues;
   const auto prepare = args.tokens_per_row == 1 ? delta_prepare_kernel<K, 32, kPerChannel, T>
                                                 : delta_prepare_kernel<K, 8, kPerChannel, T>;
-  launch(args.op, prepare, dim3((shape.value_size + kPassValues - 1) / kPassValues, shape.heads, args.rows.count),
-         32, DeltaShared::bytes(records, args.tokens_per_row), args, device);
+  launch(args.op, prepare, dim3((shape.value_size + kPassValues - 1) / kPassValues, shape.heads, args.rows.count), 32,
+         DeltaShared::bytes(records, args.tokens_per_row), args, device);
   StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
                        args.state.form,   shape.heads,         shape.value_size,       shape.key_size,
                        args.state.window, args.state.capacity, args.tokens_per_row};
@@ -612,8 +612,8 @@ void run(const DeltaArgs<T>& args, Readout readout, CudaDevice& device) {
 }
 
 // Gives a call's arrays the names that the kernels of both families have for them.
-template <typename T, typename Args>
-void name_arrays(Args& args, const BasicDeltaState<T>& state, const BasicDeltaTokens<T>& tokens) {
+template <typename T>
+void name_arrays(RecurrenceArgs<T>& args, const BasicDeltaState<T>& state, const BasicDeltaTokens<T>& tokens) {
   args.heads = state.shape.heads;
   args.key_heads = state.shape.key_heads;
   args.key_size = state.shape.key_size;
@@ -634,7 +634,9 @@ void name_arrays(Args& args, const BasicDeltaState<T>& state, const BasicDeltaTo
 
 template <typename T, typename Out>
 ReplayArgs<T> replay_args(const BasicDeltaDecode<T, Out>& args, CudaDevice& device) {
-  ReplayArgs<T> replay = replay_args<T>("delta_decode", args, device);
+  auto replay = recurrence_args<ReplayArgs<T>>("delta_decode", args, device);
+  replay.readout = args.readout;
+  replay.tokens = args.tokens_per_row;
   name_arrays(replay, args.state, args.tokens);
   return replay;
 }
@@ -690,7 +692,7 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
   const DecodePlan plan = plan_decode(args.state.shape, args.rows, args.state.window, args.tokens_per_row, sizeof(T),
                                       args.state.form, args.readout, device.properties());
   if (plan.path == DecodePath::kReplay)
-    return launch_replay<Rule::kDelta>(replay_args(args, device), plan.replay, device);
+    return launch_replay<Recurrence::kDelta>(replay_args(args, device), plan.replay, device);
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "delta_decode"},
          args.readout, device);
@@ -701,7 +703,8 @@ void delta_prefill(const BasicDeltaPrefill<T, Out>& args, CudaDevice& device, st
   check_state("delta_prefill", args.state, args.rows);
   check_tokens("delta_prefill", args.state.shape, args.tokens, args.out);
   require(args.token_begin != nullptr, "delta_prefill: token_begin is null");
-  PrefillArgs<T> prefill = prefill_args<T>("delta_prefill", args, device);
+  auto prefill = recurrence_args<PrefillArgs<T>>("delta_prefill", args, device);
+  prefill.token_begin = args.token_begin;
   name_arrays(prefill, args.state, args.tokens);
   if (args.state.shape.gate_size > 1) return launch_prefill<Recurrence::kDeltaPerChannel>(prefill, device);
   launch_prefill<Recurrence::kDelta>(prefill, device);

@@ -250,8 +250,8 @@ void run(const Mamba2Args<T>& args, CudaDevice& device) {
 }
 
 // Gives a call's arrays the names that the kernels of both families have for them.
-template <typename T, typename Args>
-void name_arrays(Args& args, const BasicMamba2State<T>& state, const BasicMamba2Tokens<T>& tokens,
+template <typename T>
+void name_arrays(RecurrenceArgs<T>& args, const BasicMamba2State<T>& state, const BasicMamba2Tokens<T>& tokens,
                  const Mamba2Heads& heads) {
   args.heads = state.shape.heads;
   args.key_heads = state.shape.groups;
@@ -275,7 +275,9 @@ void name_arrays(Args& args, const BasicMamba2State<T>& state, const BasicMamba2
 
 template <typename T, typename Out>
 ReplayArgs<T> replay_args(const BasicMamba2Decode<T, Out>& args, CudaDevice& device) {
-  ReplayArgs<T> replay = replay_args<T>("mamba2_decode", args, device);
+  auto replay = recurrence_args<ReplayArgs<T>>("mamba2_decode", args, device);
+  replay.readout = args.readout;
+  replay.tokens = args.tokens_per_row;
   name_arrays(replay, args.state, args.tokens, args.heads);
   return replay;
 }
@@ -327,7 +329,7 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
   const DecodePlan plan =
       plan_decode(args.state.shape, args.rows, args.state.window, args.tokens_per_row, sizeof(T), device.properties());
   if (plan.path == DecodePath::kReplay)
-    return launch_replay<Rule::kMamba2>(replay_args(args, device), plan.replay, device);
+    return launch_replay<Recurrence::kMamba2>(replay_args(args, device), plan.replay, device);
   // What has no room there is read out exactly, whatever was asked for.
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_decode"},
@@ -339,7 +341,8 @@ void mamba2_prefill(const BasicMamba2Prefill<T, Out>& args, CudaDevice& device, 
   check_state("mamba2_prefill", args.state, args.rows);
   check_tokens("mamba2_prefill", args.state.shape, args.tokens, args.heads, args.out);
   require(args.token_begin != nullptr, "mamba2_prefill: token_begin is null");
-  PrefillArgs<T> prefill = prefill_args<T>("mamba2_prefill", args, device);
+  auto prefill = recurrence_args<PrefillArgs<T>>("mamba2_prefill", args, device);
+  prefill.token_begin = args.token_begin;
   name_arrays(prefill, args.state, args.tokens, args.heads);
   launch_prefill<Recurrence::kMamba2>(prefill, device);
 }

@@ -28,9 +28,9 @@ __device__ inline float dot(float4 x, float4 y) {
 }
 
 // A block of the kernel: its shared memory and the steps of its loops.
-template <Rule kRule, int K, CheckpointForm kForm, typename T>
+template <Recurrence kRecurrence, int K, CheckpointForm kForm, typename T>
 struct ReplayBlock {
-  static constexpr bool kIsDelta = kRule == Rule::kDelta;
+  static constexpr bool kIsDelta = kRecurrence == Recurrence::kDelta;
   using State = StagedSlice<K, kForm>;
   using Unit = ReplayUnit<T>;
 
@@ -292,7 +292,7 @@ struct ReplayBlock {
   // --- The walk. ---
 
   __device__ void write_out(const Unit& u, int t, int row, float y) const {
-    if (kRule == Rule::kMamba2 && args.z != nullptr)
+    if (kRecurrence == Recurrence::kMamba2 && args.z != nullptr)
       y = gated(y, to_number(args.z[(u.first_token + t) * args.z_stride + u.head * args.values + u.first_value + row]));
     store_out(u, t, row, y);
   }
@@ -342,7 +342,7 @@ struct ReplayBlock {
     const int me = lane(), row = output_row(me);
     if (!has_output(me) || row >= slice_rows(u, of_slice)) return;
     float y = me % 4 == 0 ? products[0] : products[1];
-    if (kRule == Rule::kMamba2 && args.skip != nullptr) {
+    if (kRecurrence == Recurrence::kMamba2 && args.skip != nullptr) {
       const T* of_token = values(index) + (u.history + t) * args.plan.unit_values;
       y = __fmaf_rn(head_numbers(index)[1], to_number(of_token[of_slice * kSliceRows + row]), y);
     }
@@ -408,7 +408,7 @@ struct ReplayBlock {
       const float4 x = key_quad(index, j, me);
       const float c = __fmul_rn(strength_of[j], sum_of_lanes<32>(dot(x, w)));
       float coefficient = __fmul_rn(c, decay);
-      if (kRule == Rule::kMamba2 && args.skip != nullptr && j == history + t)
+      if (kRecurrence == Recurrence::kMamba2 && args.skip != nullptr && j == history + t)
         coefficient = __fadd_rn(coefficient, head_numbers(index)[1]);
       if (me == 0) coefficients[j] = coefficient;
       if constexpr (kIsDelta) w = multiply_added(x, -c, w);
@@ -613,13 +613,13 @@ struct ReplayBlock {
   }
 };
 
-template <Rule kRule, int K, CheckpointForm kForm, typename T>
+template <Recurrence kRecurrence, int K, CheckpointForm kForm, typename T>
 __global__ void __launch_bounds__(256, 2) replay_kernel(const __grid_constant__ ReplayArgs<T> args) {
   extern __shared__ uint4 memory[];
-  ReplayBlock<kRule, K, kForm, T>{args, reinterpret_cast<char*>(memory)}.run();
+  ReplayBlock<kRecurrence, K, kForm, T>{args, reinterpret_cast<char*>(memory)}.run();
 }
 
-template <Rule kRule, int K, CheckpointForm kForm, typename T>
+template <Recurrence kRecurrence, int K, CheckpointForm kForm, typename T>
 void launch_formed(ReplayArgs<T> args, CudaDevice& device) {
   const ReplayPlan& plan = args.plan;
   const uint32_t parts = (args.values + plan.unit_values - 1) / plan.unit_values;
@@ -627,20 +627,20 @@ void launch_formed(ReplayArgs<T> args, CudaDevice& device) {
   args.by_part = Divisor(parts);
   args.by_share = Divisor(args.heads / args.key_heads);
   args.units = static_cast<uint32_t>(plan.units);
-  const auto kernel = replay_kernel<kRule, K, kForm, T>;
+  const auto kernel = replay_kernel<kRecurrence, K, kForm, T>;
   const int resident = resident_blocks(args.op, kernel, plan.threads(), plan.shared.bytes);
   const uint32_t blocks = std::min<uint32_t>(args.units, device.properties().multiprocessors * resident);
   if (args.units > kAhead * blocks) args.asked = device.counter();
   launch(args.op, kernel, dim3(blocks), plan.threads(), plan.shared.bytes, args, device);
 }
 
-template <Rule kRule, typename T>
+template <Recurrence kRecurrence, typename T>
 void launch_replay(ReplayArgs<T> args, const ReplayPlan& plan, CudaDevice& device) {
   if (args.rows.count == 0) return;
   args.plan = plan;
   const auto launch_padded = [&]<CheckpointForm kForm>() {
-    if (args.key_size <= 64) return launch_formed<kRule, 64, kForm>(args, device);
-    launch_formed<kRule, 128, kForm>(args, device);
+    if (args.key_size <= 64) return launch_formed<kRecurrence, 64, kForm>(args, device);
+    launch_formed<kRecurrence, 128, kForm>(args, device);
   };
   if (args.form == CheckpointForm::kWords) return launch_padded.template operator()<CheckpointForm::kWords>();
   launch_padded.template operator()<CheckpointForm::kPlanes>();

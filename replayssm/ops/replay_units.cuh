@@ -3,14 +3,12 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
+#include "replayssm/ops/recurrence_args.h"
 #include "replayssm/ops/replay_plan.h"
 #include "replayssm/ops/slices.cuh"
 
 namespace replayssm {
-
-enum class Rule { kDelta, kMamba2 };  // kDelta: one gate a head
 
 // Division by what a launch knows, as a product: exact for all 32-bit numbers.
 struct Divisor {
@@ -24,57 +22,15 @@ struct Divisor {
   }
 };
 
-// The family's own names: query is q or C, key is k or B, value is v or x, strength is beta or dt'.
 template <typename T>
-struct ReplayArgs {
-  StateRows rows;
-  int64_t slots = 0, checkpoints = 0;
-  float* checkpoint = nullptr;
-  CheckpointForm form = CheckpointForm::kWords;
-  int heads = 0, key_heads = 0, key_size = 0, values = 0, window = 0, capacity = 0;
-  T* ring_key = nullptr;
-  T* ring_value = nullptr;
-  float* ring_decay = nullptr;
-  float* ring_strength = nullptr;
-  float* ring_scale = nullptr;  // delta
-  const T *query = nullptr, *key = nullptr, *value = nullptr, *z = nullptr;
-  int64_t query_stride = 0, key_stride = 0, value_stride = 0, z_stride = 0;
-  const float* log_decay = nullptr;  // delta: g
-  const float* strength = nullptr;
-  const float* a_log = nullptr;  // Mamba-2
-  const float* skip = nullptr;   // Mamba-2: D
+struct ReplayArgs : RecurrenceArgs<T> {
   Readout readout = Readout::kExact;
   int tokens = 0;  // of a row
-  void* out = nullptr;
-  bool has_float_out = false;
-  CudaFault* fault = nullptr;
-  const char* op = "";
   ReplayPlan plan;
   Divisor by_row, by_part, by_share;  // units of a row and of a head, heads of a key head
   uint32_t units = 0;
   uint32_t* asked = nullptr;  // counts the units asked for beyond each block's first kAhead; null if there are no more
 };
-
-// What the families' decodes have in common.
-template <typename T, typename Decode>
-ReplayArgs<T> replay_args(const char* op, const Decode& decode, CudaDevice& device) {
-  ReplayArgs<T> args;
-  args.rows = decode.rows;
-  args.slots = decode.state.slots;
-  args.checkpoints = decode.state.checkpoints;
-  args.checkpoint = decode.state.checkpoint;
-  args.form = decode.state.form;
-  args.window = decode.state.window;
-  args.capacity = decode.state.capacity;
-  args.ring_decay = decode.state.ring_decay;
-  args.readout = decode.readout;
-  args.tokens = decode.tokens_per_row;
-  args.out = decode.out;
-  args.has_float_out = std::is_same_v<decltype(decode.out), float*>;
-  args.fault = device.fault();
-  args.op = op;
-  return args;
-}
 
 enum class UnitKind { kNone, kPadding, kOutside, kDirect, kWalk };
 
