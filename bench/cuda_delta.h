@@ -29,8 +29,6 @@ class CudaDelta {
     state_.checkpoint = take_checkpoint(arena, size.slots * H * shape.value_size * shape.key_size, size.form);
     state_.ring_k = arena.take_uniform<T>(size.slots * G * C * shape.key_size, -1, 1);
     state_.ring_k_scale = arena.take_uniform<float>(size.slots * G * C, 0.05f, 0.1f);
-    if (shape.gate_size == 1)
-      state_.ring_gram = arena.take_uniform<float>(size.slots * ring_gram_size(shape, state_.capacity), -0.1f, 0.1f);
     state_.ring_v = arena.take_uniform<T>(size.slots * H * C * shape.value_size, -1, 1);
     state_.ring_decay = arena.take_uniform<float>(size.slots * H * C * shape.gate_size, 0.9f, 1);
     state_.ring_beta = arena.take_uniform<float>(size.slots * H * C, 0, 1);

@@ -347,40 +347,60 @@ TYPED_TEST_P(CudaRecurrence, AGraphServesAnyRows) {
   graph_serves_any_rows<Short>(large, 4, Readout::kDirect, CheckpointForm::kPlanes);
 }
 
-// Law 17 where the batch is large enough for other tiles: rows of many cursors, alone and in groups of some sizes.
-TYPED_TEST_P(CudaRecurrence, LargeBatchesAreTheirRows) {
-  constexpr int kSlots = 300, T = 2;
-  using Rig = typename TypeParam::Rig;
-  const auto shape = TypeParam::shape(2, 1, 128, 16);
+// Law 17: a batch of `slots` rows, of many cursors and with padding rows, has the bits of the groups whose sizes come
+// in turn; a step of `tokens` tokens at a time, direct and exact readouts in turn.
+template <typename Family>
+void batch_is_its_groups(const typename Family::Shape& shape, int slot_count, int window, int tokens, int steps,
+                         const std::vector<int>& sizes) {
+  using Rig = typename Family::Rig;
   CudaDevice device;
   std::mt19937_64 random(40);
-  Rig batch(shape, kSlots, 5, T, device), groups(shape, kSlots, 5, T, device);
-  std::vector<int> slots(kSlots);
-  for (int slot = 0; slot < kSlots; ++slot) slots[slot] = slot % 37 == 5 ? kPaddingSlot : slot;
-  for (int step = 0; step < 8; ++step) {
+  Rig batch(shape, slot_count, window, tokens, device), groups(shape, slot_count, window, tokens, device);
+  std::vector<int> slots(slot_count);
+  for (int slot = 0; slot < slot_count; ++slot) slots[slot] = slot % 37 == 5 ? kPaddingSlot : slot;
+  for (int step = 0; step < steps; ++step) {
     const Readout readout = step % 2 == 0 ? Readout::kDirect : Readout::kExact;
     std::ranges::shuffle(slots, random);
-    const typename TypeParam::Inputs inputs(shape, kSlots * T, random, -0.4f, 0.0f);
-    const std::vector<float> out = batch.decode(slots, T, inputs.tokens(), readout);
-    constexpr int kSizes[] = {1, 40, 7, 130, 2, 64, 56};
+    const typename Family::Inputs inputs(shape, slot_count * tokens, random, -0.4f, 0.0f);
+    const std::vector<float> out = batch.decode(slots, tokens, inputs.tokens(), readout);
     std::vector<float> expected;
-    for (int begin = 0, i = 0; begin < kSlots; begin += kSizes[i++]) {
-      const std::vector<int> group(slots.begin() + begin, slots.begin() + begin + kSizes[i]);
-      append(expected, groups.decode(group, T, inputs.tokens(begin * T), readout));
+    for (int begin = 0, i = 0; begin < slot_count; ++i) {
+      const int size = std::min(sizes[i % sizes.size()], slot_count - begin);
+      const std::vector<int> group(slots.begin() + begin, slots.begin() + begin + size);
+      append(expected, groups.decode(group, tokens, inputs.tokens(begin * tokens), readout));
+      begin += size;
     }
     ASSERT_TRUE(same_bits(out, expected)) << step;
     for (int slot : slots) {
       if (slot == kPaddingSlot) continue;
-      const int accepted = std::uniform_int_distribution<int>(0, T)(random);
+      const int accepted = std::uniform_int_distribution<int>(0, tokens)(random);
       batch.commit(slot, accepted);
       groups.commit(slot, accepted);
     }
   }
-  const typename TypeParam::Inputs inputs(shape, kSlots, random);
+  const typename Family::Inputs inputs(shape, slot_count, random);
   std::vector<float> expected;
-  for (int b = 0; b < kSlots; ++b) append(expected, groups.step({slots[b]}, inputs.tokens(b)));
+  for (int b = 0; b < slot_count; ++b) append(expected, groups.step({slots[b]}, inputs.tokens(b)));
   EXPECT_TRUE(same_bits(batch.step(slots, inputs.tokens()), expected));
   EXPECT_TRUE(same_memory(batch, groups));
+}
+
+TYPED_TEST_P(CudaRecurrence, LargeBatchesAreTheirRows) {
+  batch_is_its_groups<TypeParam>(TypeParam::shape(2, 1, 128, 16), 300, 5, 2, 8, {1, 40, 7, 130, 2, 64, 56});
+}
+
+// On an H200 whole heads a block, several a block and as many places for records as they come with their keys have;
+// small groups are cut into blocks of 32 rows, which have one place.
+TYPED_TEST_P(CudaRecurrence, ServingBatchesAreTheirRows) {
+  using Short = typename TypeParam::template With<Bf16, Bf16>;
+  const std::vector<int> sizes = {1, 7, 2, 8, 5};
+  const auto whole = TypeParam::shape(32, 16, 128, 128);
+  batch_is_its_groups<Short>(whole, 48, 5, 1, 12, sizes);
+  batch_is_its_groups<Short>(whole, 48, 16, 2, 20, sizes);
+  batch_is_its_groups<Short>(whole, 48, 21, 4, 12, sizes);
+  batch_is_its_groups<Short>(TypeParam::shape(32, 8, 128, 112), 40, 7, 1, 16, sizes);
+  batch_is_its_groups<Short>(TypeParam::shape(32, 8, 128, 80), 40, 8, 2, 12, sizes);
+  batch_is_its_groups<Short>(TypeParam::shape(32, 4, 64, 128), 40, 24, 4, 12, sizes);
 }
 
 // Law 8: a slot so far out that its offsets pass 2^31 elements in every array. Of its pool that slot alone is there:
@@ -562,6 +582,7 @@ REGISTER_TYPED_TEST_SUITE_P(CudaRecurrence, ReplayIsExactOver2000TokensOfAModel,
                             Fp16ReplayMatchesOracleForEveryShape, ShortOutputsAreLongOnesRounded,
                             PrefillHasTheBitsOfSteps, PrefillInChunksHasTheBitsOfSteps, PrefilledBatchesAreTheirRows,
                             PlanesAreWords, PlanesHoldEveryWord, AGraphServesAnyRows, LargeBatchesAreTheirRows,
-                            OffsetsPast2To31, ARowOutsideThePoolIsNamed, RefusesWhatTheContractForbids);
+                            ServingBatchesAreTheirRows, OffsetsPast2To31, ARowOutsideThePoolIsNamed,
+                            RefusesWhatTheContractForbids);
 
 }  // namespace replayssm::test

@@ -33,7 +33,8 @@ struct CudaFault {
 };
 
 // One GPU and one stream. An op queues its work on the stream and returns; nothing in it waits for the host, so any
-// sequence of ops can be captured. One thread owns a device.
+// sequence of ops can be captured. One thread owns a device, and of that thread it is the only one: making one selects
+// its GPU for the thread.
 class CudaDevice {
  public:
   // Throws Error if there is no GPU of that index, its driver is too old, or its compute capability is below 8.0.

@@ -15,7 +15,6 @@ namespace {
 constexpr int64_t kSliceWork = 320, kBlockWork = 200, kLeastWork = 2000;
 // The registers of a multiprocessor have room for so many slices.
 constexpr int kResidentSlices = 16;
-constexpr int kReservedBytes = 1024;  // of shared memory that a block takes beside its own
 constexpr int kHelpers = 2;
 
 }  // namespace

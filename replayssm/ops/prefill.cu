@@ -144,9 +144,6 @@ struct PrefillBlock {
   __device__ HeadPlace place(int64_t rows, int slice) const {
     return {rows, args.values, unit().first_value + slice * kSliceRows, args.key_size};
   }
-  __device__ static Quad<T> quad_at(const T* shared) {
-    return {*reinterpret_cast<const decltype(Quad<T>::bits)*>(shared)};
-  }
 
   // Makes the unit, for one thread.
   __device__ void derive() const {

@@ -1,9 +1,9 @@
 // Internal to the delta rule and Mamba-2 on GPUs: a replay step in one kernel whose blocks stay. It reads out exactly,
 // by running the recurrence over the records, or directly, by one product with the checkpoint; rows that flush are
-// walked and written either way. Outputs and states have the bits of the kernels that run one slice a warp.
+// walked and written either way. States and exact outputs have the bits of the kernels that run one slice a warp.
 //
 // A unit of work is some value rows of one head of one row of the batch. A block has warps that own its slices of 16
-// rows and as many more beside them, and it stays: while the warps of the rows work on a unit, its successor's state is
+// rows and more beside them, and it stays: while the warps of the rows work on a unit, its successor's state is
 // on its way to shared memory, and the others make the successor's records ready and fetch those after. So the
 // arithmetic of a fold and the latencies of preparing a query hide behind the memory that they would otherwise leave
 // idle.
@@ -18,11 +18,6 @@
 
 namespace replayssm {
 
-// A lane's four numbers of a warp's vector in shared memory.
-template <typename T>
-__device__ Quad<T> shared_quad(const T* from) {
-  return {*reinterpret_cast<const decltype(Quad<T>::bits)*>(from)};
-}
 __device__ inline float dot(float4 x, float4 y) {
   return __fadd_rn(__fmaf_rn(x.z, y.z, __fmul_rn(x.x, y.x)), __fmaf_rn(x.w, y.w, __fmul_rn(x.y, y.y)));
 }
@@ -30,6 +25,7 @@ __device__ inline float dot(float4 x, float4 y) {
 // A block of the kernel: its shared memory and the steps of its loops.
 template <Recurrence kRecurrence, int K, CheckpointForm kForm, typename T>
 struct ReplayBlock {
+  static_assert(kRecurrence != Recurrence::kDeltaPerChannel);
   static constexpr bool kIsDelta = kRecurrence == Recurrence::kDelta;
   using State = StagedSlice<K, kForm>;
   using Unit = ReplayUnit<T>;
@@ -251,7 +247,7 @@ struct ReplayBlock {
       const int t = task / 2, j = u.history + t, to = position(u, j);
       const T* from = task % 2 == 0 ? raw_keys(index) + j * K : raw_queries(index) + t * K;
       Quad<T> raw = {};
-      if (has_channels) raw = shared_quad(from + quad);
+      if (has_channels) raw = quad_at(from + quad);
       float4 x = to_numbers(raw);
       float scale = 1;
       if constexpr (kIsDelta) scale = key_scale(x);
@@ -266,8 +262,7 @@ struct ReplayBlock {
         if constexpr (kIsDelta) x = scaled(x, query_scale(scale, args.key_size));
         if (has_quad) reinterpret_cast<float4*>(queries(index) + t * K)[me] = x;
         if (quad < u.values)
-          store_quad(u.value_ring + to * args.values + quad,
-                     shared_quad(values(index) + j * args.plan.unit_values + quad));
+          store_quad(u.value_ring + to * args.values + quad, quad_at(values(index) + j * args.plan.unit_values + quad));
       }
     }
     if (helper == converting - 1 && me < args.tokens) {
@@ -283,7 +278,7 @@ struct ReplayBlock {
 #pragma unroll 2
     for (int j = converting - 1 - helper; j < u.history; j += converting) {
       float4 k = make_float4(0, 0, 0, 0);
-      if (has_channels) k = to_numbers(shared_quad(raw_keys(index) + j * K + quad));
+      if (has_channels) k = to_numbers(quad_at(raw_keys(index) + j * K + quad));
       if constexpr (kIsDelta) k = scaled(k, of_gates[2 * args.plan.records + j]);
       if (has_quad) to_keys[j * (K / 4)] = k;
     }

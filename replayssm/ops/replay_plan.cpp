@@ -9,8 +9,6 @@
 namespace replayssm {
 namespace {
 
-constexpr int kReservedBytes = 1024;  // of shared memory, that a block takes beside its own
-
 // The blocks for whose shared memory a multiprocessor has room.
 int blocks_with_room(int bytes, const CudaProperties& gpu) {
   if (bytes > static_cast<int>(gpu.shared_bytes_per_block)) return 0;
@@ -75,9 +73,9 @@ ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
   plan.row_warps = are_few ? slices : (slices + 1) / 2;
   plan.warp_rows = (slices + plan.row_warps - 1) / plan.row_warps * kSliceRows;
   plan.helpers = std::max(2, slices / 2);
-  // A second place for records as they come lets the next ones be fetched a unit earlier (194 to 170 us). Room for
-  // another block is worth more (Mamba-2, 96 x 80 x 128: 304 instead of 382 us), and of two helpers the one that
-  // fetches is missed where records are made ready (296 instead of 306 us at L 8).
+  // A second place for records as they come lets the next ones be fetched a unit earlier (194 to 170 us). It is not
+  // worth a block (Mamba-2, 96 x 80 x 128: 382 us instead of 304), and of two helpers the one that fetches is missed
+  // where records are made ready (there at L 8: 306 instead of 296 us).
   const bool has_second = plan.helpers > 2 && blocks_of(plan.unit_values, 2) == blocks_of(plan.unit_values, 1);
   plan.shared = share_memory(sizes, plan.unit_values, has_second ? 2 : 1);
   plan.blocks = blocks_with_room(plan.shared.bytes, gpu);

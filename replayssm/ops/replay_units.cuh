@@ -58,6 +58,7 @@ struct RowWords {
 // A block's units, by their index in turn. Of the first kAhead a block knows the numbers without asking.
 constexpr int kAhead = 4;
 constexpr int kUnits = 8;
+static_assert(kUnits > kAhead + 1);
 template <typename T>
 struct ReplaySchedule {
   uint32_t number[kUnits];

@@ -48,6 +48,11 @@ template <typename T>
 __device__ inline Quad<T> load_quad(const T* from) {
   return {__ldg(reinterpret_cast<const decltype(Quad<T>::bits)*>(from))};
 }
+// From memory of any kind.
+template <typename T>
+__device__ inline Quad<T> quad_at(const T* from) {
+  return {*reinterpret_cast<const decltype(Quad<T>::bits)*>(from)};
+}
 template <typename T>
 __device__ inline void store_quad(T* to, Quad<T> quad) {
   *reinterpret_cast<decltype(Quad<T>::bits)*>(to) = quad.bits;

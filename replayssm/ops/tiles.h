@@ -6,9 +6,10 @@
 
 namespace replayssm {
 
-inline constexpr int kSliceRows = 16;     // of a checkpoint, the share of one warp (slices.cuh)
-inline constexpr int kPackSize = 8;       // elements that a thread loads and stores together
-inline constexpr int kTileThreads = 128;  // of a block
+inline constexpr int kSliceRows = 16;        // of a checkpoint, the share of one warp (slices.cuh)
+inline constexpr int kReservedBytes = 1024;  // of shared memory, that a block takes beside its own
+inline constexpr int kPackSize = 8;          // elements that a thread loads and stores together
+inline constexpr int kTileThreads = 128;     // of a block
 inline constexpr int kTileChannels = kTileThreads * kPackSize;
 
 constexpr int64_t ceiling_quotient(int64_t a, int64_t b) {

@@ -36,6 +36,9 @@ void check_cuda_layout(const StateLayout& layout, const CudaPoolOptions& options
   }
 }
 
+// What a driver may round a pool's two blocks up by.
+constexpr size_t kGranularity = size_t{4} << 20;
+
 // The slots that fit into `budget_bytes`; 0 if none does.
 int64_t slots_in(const StateLayout& layout, size_t budget_bytes, const CudaPoolOptions& options) {
   size_t arrays = 6;  // of rows; each array may begin past the end of the one before
@@ -51,7 +54,9 @@ StateLayout checked(StateLayout layout, const PoolSize& size, const CudaDevice& 
                     const CudaPoolOptions& options) {
   check_cuda_layout(layout, options);
   require(size.slots >= 1 && size.slots <= kMaxSlots, "pool: slots must be 1 to {}, given {}", kMaxSlots, size.slots);
-  const size_t free = device.available_bytes();
+  require(options.max_rows > 0 || size.slots <= kMaxCudaRows, "pool: {} slots need a max_rows of at most {}",
+          size.slots, kMaxCudaRows);
+  const size_t available = device.available_bytes(), free = available - std::min(available, kGranularity);
   const int64_t most = slots_in(layout, free, options);
   const SlotBytes bytes = slot_bytes(layout, storage_of(options));
   const size_t slots = size.slots;

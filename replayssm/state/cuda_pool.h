@@ -29,8 +29,8 @@ struct CudaPoolOptions {
 // A step's ops read its rows in the GPU's memory, at rows(): begin_step writes there what it has planned, so a graph
 // captured with them serves the rows, cursors and acceptances of any step of its size. commit moves the ledger; the
 // next begin_step brings the cursors. Acceptance that only the GPU knows comes to the host by CudaDevice::download,
-// which waits, before commit; commit_rows may move the cursors of row_arrays() meanwhile, to where that commit and the
-// next begin_step put them too.
+// which waits, before commit; after a replay step commit_rows may move the cursors of row_arrays() meanwhile, to where
+// that commit moves the ledger's.
 class CudaStatePool final : public SequencePool {
  public:
   // size.slots alone counts. Throws Error, before anything is allocated, if there is not so much memory (naming what is
@@ -92,7 +92,8 @@ class CudaStatePool final : public SequencePool {
   RowArrays row_arrays_;
 };
 
-// The most slots whose pool fits into `budget_bytes` of a GPU's memory. Throws Error if not even one does.
+// As many slots as surely fit into `budget_bytes` of a GPU's memory, the rows' arrays included; the ops' scratch memory
+// is not. Throws Error if not even one does.
 PoolSize fit_cuda_pool(const StateLayout& layout, size_t budget_bytes, const CudaPoolOptions& options = {});
 
 }  // namespace replayssm

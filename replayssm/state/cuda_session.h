@@ -13,7 +13,8 @@ namespace replayssm {
 // the other. Activations are widened in the file, which is exact, so a pool of any element saves; one of BF16 or F16
 // takes only a file whose activations are such numbers, as those from a pool of its own element are, and refuses
 // others. Both wait for the GPU. On a GPU the state and its readouts have the saved pool's bits as session_file.h says;
-// from one side to the other what is saved has, and what is computed from it agrees up to rounding.
+// from one side to the other what is saved has, and what is computed from it agrees up to rounding. (The products of
+// keys, ring_gram, are computed: a GPU keeps none, and they are made when its pool saves.)
 void save_session(CudaStatePool& pool, Handle handle, const std::string& path);
 Handle load_session(CudaStatePool& pool, const std::string& path, int64_t max_tokens);
 

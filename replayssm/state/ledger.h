@@ -1,6 +1,6 @@
 // The decisions of a state pool, in integers alone: which slot, checkpoint and KV page belongs to whom, where each
-// cursor stands, what a step reads and writes. No byte of state is touched here; pool.h moves the bytes that a decision
-// asks for.
+// cursor stands, what a step reads and writes. No byte of state is touched here; sequences.h moves the bytes that a
+// decision asks for.
 #pragma once
 
 #include <cstdint>
@@ -78,7 +78,7 @@ class Ledger {
   // For a slot at (0, 0): puts the cursor there and assigns the pages of its tokens, which the caller then fills.
   void restore(Handle handle, Cursor cursor);
 
-  // As StatePool's. The copies of copies() are due before the step's ops run.
+  // As SequencePool's. The copies of copies() are due before the step's ops run.
   const StepPlan& begin_step(StepKind kind, std::span<const Handle> rows, std::span<const int> tokens);
   std::span<const CheckpointCopy> copies() const { return copies_; }
   void commit();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 
 namespace replayssm {
 
@@ -15,7 +16,8 @@ StatePool::StatePool(StateLayout layout, const PoolSize& size, const PoolOptions
 }
 
 void StatePool::materialise(Handle from, Handle to, int records, Device& device, std::span<std::byte> workspace) {
-  fold_into(from, to, records, [&](const StateRows& rows) { fold_layers<float>(rows, device, workspace); });
+  const auto fold = [&](const StateRows& rows) { fold_layers<float>(rows, device, workspace); };
+  fold_into(from, to, records, std::cref(fold));  // a function of a reference allocates nothing
 }
 
 KvCache StatePool::kv_cache(int index) {

@@ -1,6 +1,9 @@
 // The bytes of a state pool: cleans, copies and folds what the ledger decides.
 #include "replayssm/state/sequences.h"
 
+#include <algorithm>
+#include <optional>
+
 #include "replayssm/core/bf16.h"
 #include "replayssm/core/error.h"
 #include "replayssm/core/fp16.h"
