@@ -114,7 +114,7 @@ void add_bench_ops(CLI::App& bench) {
   ops->add_option("--out", options->out, "cuda: type of outputs: that of the inputs or fp32 (default: the former)");
   ops->add_flag("--layer", options->is_layer,
                 "cuda: time the layer's step from projection to projection too, beside its op alone");
-  ops->add_flag("--plan", options->is_plan, "cuda: say how each decoding step is run");
+  ops->add_flag("--plan", options->is_plan, "cuda: say how each step and prefill is run");
   ops->callback([options] { bench::run_ops(*options); });
 }
 

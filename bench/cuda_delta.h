@@ -8,6 +8,7 @@
 #include "bench/cuda_layer.h"
 #include "bench/cuda_memory.h"
 #include "replayssm/ops/delta.h"
+#include "replayssm/ops/prefill.h"
 #include "replayssm/ops/replay_plan.h"
 
 namespace replayssm::bench {
@@ -67,6 +68,16 @@ class CudaDelta {
                                         *readout, device.properties());
     const std::string pass = describe(delta_plan(state_.shape, rows.count, tokens_per_row, device));
     return plan.path == DecodePath::kPass ? describe(plan) + ": " + pass : describe(plan);
+  }
+
+  std::string prefill_plan(int sequences, CudaDevice& device) const {
+    const DeltaShape& shape = state_.shape;
+    const auto plan = [&]<Recurrence kRecurrence>() {
+      return describe(replayssm::prefill_plan<kRecurrence, T>(sequences, shape.heads, shape.value_size, shape.key_size,
+                                                              /*has_z=*/false, device.properties()));
+    };
+    return shape.gate_size > 1 ? plan.template operator()<Recurrence::kDeltaPerChannel>()
+                               : plan.template operator()<Recurrence::kDelta>();
   }
 
   const BasicDeltaState<T>& state() const { return state_; }

@@ -8,6 +8,7 @@
 #include "bench/cuda_layer.h"
 #include "bench/cuda_memory.h"
 #include "replayssm/ops/mamba2.h"
+#include "replayssm/ops/prefill.h"
 #include "replayssm/ops/replay_plan.h"
 
 namespace replayssm::bench {
@@ -63,6 +64,12 @@ class CudaMamba2 {
                    CudaDevice& device) const {
     if (!readout) return describe(DecodePlan{});
     return describe(plan_decode(state_.shape, rows, state_.window, tokens_per_row, sizeof(T), device.properties()));
+  }
+
+  std::string prefill_plan(int sequences, CudaDevice& device) const {
+    const Mamba2Shape& shape = state_.shape;
+    return describe(replayssm::prefill_plan<Recurrence::kMamba2, T>(
+        sequences, shape.heads, shape.head_size, shape.state_size, /*has_z=*/false, device.properties()));
   }
 
   const BasicMamba2State<T>& state() const { return state_; }

@@ -188,6 +188,7 @@ class LayerTiming {
     OpsResult result{options_.op + "_prefill", "conventional", prompt.sequences,
                      options_.windows.front(), prompt.tokens,  1.0 * prompt.tokens};
     if (form_ == CheckpointForm::kPlanes) result.read = "fp32-planes";
+    if (options_.is_plan) result.plan = layer.prefill_plan(prompt.sequences, device_);
     const CudaLayerBytes bytes = Layer::bytes(shape_);
     result.bytes = prompt.sequences * (2 * bytes.checkpoint + prompt.tokens * bytes.token);
     time(layer, 2, call, result);

@@ -29,7 +29,7 @@ struct OpsOptions {
   std::string type;                   // of inputs and records: bf16, fp16 or fp32; empty: bf16
   std::string out;                    // of outputs: type or fp32; empty: type
   bool is_layer = false;              // beside each op the layer's whole step
-  bool is_plan = false;               // before each decoding row how it is run
+  bool is_plan = false;               // before each row how it is run
 };
 
 // How the options want checkpoints to lie in memory.

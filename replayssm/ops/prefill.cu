@@ -457,13 +457,21 @@ __global__ void __launch_bounds__(kSlices == 1 ? 256 : 128, 2)
 }  // namespace
 
 template <Recurrence kRecurrence, typename T>
+PrefillPlan prefill_plan(int rows, int heads, int values, int key_size, bool has_z, const CudaProperties& gpu) {
+  constexpr bool kPerChannel = kRecurrence == Recurrence::kDeltaPerChannel;
+  const PrefillBytes bytes = key_size <= 64 ? PrefillShared<64, kPerChannel, T>::bytes(has_z)
+                                            : PrefillShared<128, kPerChannel, T>::bytes(has_z);
+  return plan_prefill(rows, heads, values, bytes, gpu);
+}
+
+template <Recurrence kRecurrence, typename T>
 void launch_prefill(PrefillArgs<T> args, CudaDevice& device) {
   if (args.rows.count == 0) return;
+  const bool has_z = args.z != nullptr;
+  const PrefillPlan plan =
+      prefill_plan<kRecurrence, T>(args.rows.count, args.heads, args.values, args.key_size, has_z, device.properties());
   const auto run = [&]<int K>() {
     using Shared = PrefillShared<K, kRecurrence == Recurrence::kDeltaPerChannel, T>;
-    const bool has_z = args.z != nullptr;
-    const PrefillPlan plan =
-        plan_prefill(args.rows.count, args.heads, args.values, Shared::bytes(has_z), device.properties());
     args.unit_values = plan.unit_slices * kSliceRows;
     args.helpers = plan.helpers;
     const auto kernel =
@@ -475,13 +483,17 @@ void launch_prefill(PrefillArgs<T> args, CudaDevice& device) {
   run.template operator()<128>();
 }
 
-#define REPLAYSSM_PREFILL(T)                                                               \
-  template void launch_prefill<Recurrence::kDelta>(PrefillArgs<T>, CudaDevice&);           \
-  template void launch_prefill<Recurrence::kDeltaPerChannel>(PrefillArgs<T>, CudaDevice&); \
-  template void launch_prefill<Recurrence::kMamba2>(PrefillArgs<T>, CudaDevice&);
-REPLAYSSM_PREFILL(float)
-REPLAYSSM_PREFILL(Bf16)
-REPLAYSSM_PREFILL(Fp16)
+#define REPLAYSSM_PREFILL(recurrence, T)                                                                         \
+  template PrefillPlan prefill_plan<Recurrence::recurrence, T>(int, int, int, int, bool, const CudaProperties&); \
+  template void launch_prefill<Recurrence::recurrence>(PrefillArgs<T>, CudaDevice&);
+#define REPLAYSSM_PREFILLS(T)            \
+  REPLAYSSM_PREFILL(kDelta, T)           \
+  REPLAYSSM_PREFILL(kDeltaPerChannel, T) \
+  REPLAYSSM_PREFILL(kMamba2, T)
+REPLAYSSM_PREFILLS(float)
+REPLAYSSM_PREFILLS(Bf16)
+REPLAYSSM_PREFILLS(Fp16)
+#undef REPLAYSSM_PREFILLS
 #undef REPLAYSSM_PREFILL
 
 }  // namespace replayssm

@@ -14,19 +14,19 @@ namespace replayssm {
 // Cuts aligned arrays out of one block of memory; with a null block it only counts.
 class Carver {
  public:
-  explicit Carver(std::byte* memory) : memory_(memory) {}
+  explicit Carver(std::byte* memory, size_t alignment = 64) : memory_(memory), alignment_(alignment) {}
 
   template <typename T>
   T* take(size_t count) {
     T* array = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
-    bytes_ += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    bytes_ += (count * sizeof(T) + alignment_ - 1) / alignment_ * alignment_;
     return array;
   }
   size_t bytes() const { return bytes_; }
 
  private:
-  static constexpr size_t kAlignment = 64;
   std::byte* memory_;
+  size_t alignment_;
   size_t bytes_ = 0;
 };
 

@@ -4,16 +4,13 @@
 
 #include "replayssm/core/error.h"
 #include "replayssm/ops/cuda_checks.h"
+#include "replayssm/ops/ring.h"
 
 namespace replayssm {
 namespace {
 
 constexpr size_t kAlignment = 256;
 constexpr size_t kRowBytes = 5 * sizeof(int32_t) + sizeof(int64_t);
-
-size_t aligned(size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
 
 StateStorage storage_of(const CudaPoolOptions& options) {
   return {.element = options.element, .has_squares = false};
@@ -68,22 +65,18 @@ StateLayout checked(StateLayout layout, const PoolSize& size, const CudaDevice& 
   return layout;
 }
 
-// Cuts aligned arrays out of a block; of a null block it only counts the bytes.
-class Cutter {
- public:
-  explicit Cutter(std::byte* memory) : memory_(memory) {}
-
-  std::byte* take(size_t bytes) {
-    std::byte* array = memory_ == nullptr ? nullptr : memory_ + bytes_;
-    bytes_ += aligned(bytes);
-    return array;
-  }
-  size_t bytes() const { return bytes_; }
-
- private:
-  std::byte* memory_;
-  size_t bytes_ = 0;
-};
+// The arrays of a step's rows.
+RowArrays cut_rows(Carver& carver, size_t rows) {
+  RowArrays arrays;
+  arrays.capacity = static_cast<int>(rows);
+  arrays.base = carver.take<int64_t>(rows);
+  arrays.slot = carver.take<int32_t>(rows);
+  arrays.history = carver.take<int32_t>(rows);
+  arrays.checkpoint_in = carver.take<int32_t>(rows);
+  arrays.checkpoint_out = carver.take<int32_t>(rows);
+  arrays.token_begin = carver.take<int32_t>(rows + 1);
+  return arrays;
+}
 
 }  // namespace
 
@@ -92,28 +85,19 @@ CudaStatePool::CudaStatePool(StateLayout layout, const PoolSize& size, CudaDevic
     : SequencePool(checked(std::move(layout), size, device, options), {size.slots, 0}, options.max_rows,
                    storage_of(options)),
       device_(device) {
-  Cutter count(nullptr);
-  place_layers(this->layout(), size, storage(), [&](size_t bytes) { return count.take(bytes); });
+  Carver count(nullptr, kAlignment);
+  place_layers(this->layout(), size, storage(), [&](size_t bytes) { return count.take<std::byte>(bytes); });
   memory_ = DeviceBuffer<std::byte>(count.bytes(), device);
   if (options.is_poisoned) device.fill_words(memory_.data(), 0x7FC07FC0u, memory_.size() / sizeof(uint32_t));
-  Cutter cutter(memory_.data());
-  place(size, [&](size_t bytes) { return cutter.take(bytes); });
+  Carver carver(memory_.data(), kAlignment);
+  place(size, [&](size_t bytes) { return carver.take<std::byte>(bytes); });
 
   const size_t rows = ledger().limits().max_rows;
-  row_memory_ = DeviceBuffer<std::byte>(
-      aligned(rows * sizeof(int64_t)) + 4 * aligned(rows * sizeof(int32_t)) + aligned((rows + 1) * sizeof(int32_t)),
-      device);
-  Cutter row_cutter(row_memory_.data());
-  const auto integers = [&](size_t count_of) {
-    return reinterpret_cast<int32_t*>(row_cutter.take(count_of * sizeof(int32_t)));
-  };
-  row_arrays_.capacity = static_cast<int>(rows);
-  row_arrays_.base = reinterpret_cast<int64_t*>(row_cutter.take(rows * sizeof(int64_t)));
-  row_arrays_.slot = integers(rows);
-  row_arrays_.history = integers(rows);
-  row_arrays_.checkpoint_in = integers(rows);
-  row_arrays_.checkpoint_out = integers(rows);
-  row_arrays_.token_begin = integers(rows + 1);
+  Carver row_count(nullptr, kAlignment);
+  cut_rows(row_count, rows);
+  row_memory_ = DeviceBuffer<std::byte>(row_count.bytes(), device);
+  Carver row_carver(row_memory_.data(), kAlignment);
+  row_arrays_ = cut_rows(row_carver, rows);
   const int32_t none = 0;
   put_rows({}, &none, row_arrays_, device);
 }
