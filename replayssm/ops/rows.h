@@ -72,8 +72,8 @@ struct RowArrays {
 // soon as the call returns, and it waits for nothing.
 void put_rows(const StateRows& rows, const int32_t* token_begin, const RowArrays& to, CudaDevice& device);
 
-// Moves the cursors of rows in device memory after a replay step of them, on the GPU. A row whose step flushed (history +
-// tokens_per_row > window) first goes to (base + history, 0) and from then on reads checkpoint_out; then the first
+// Moves the cursors of rows in device memory after a replay step of them, on the GPU. A row whose step flushed (history
+// + tokens_per_row > window) first goes to (base + history, 0) and from then on reads checkpoint_out; then the first
 // accepted[b] of its tokens, 0 .. tokens_per_row, become committed. Padding rows stay as they are.
 struct CommitRows {
   int count = 0;                            // B
