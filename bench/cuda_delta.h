@@ -64,7 +64,7 @@ class CudaDelta {
   std::string plan(const StateRows& rows, int tokens_per_row, std::optional<Readout> readout,
                    CudaDevice& device) const {
     if (!readout) return describe(DecodePlan{});
-    const DecodePlan plan = plan_decode(state_.shape, rows, state_.window, tokens_per_row, sizeof(T), state_.form,
+    const DecodePlan plan = plan_decode(state_.shape, rows.count, state_.window, tokens_per_row, sizeof(T), state_.form,
                                         *readout, device.properties());
     const std::string pass = describe(delta_plan(state_.shape, rows.count, tokens_per_row, device));
     return plan.path == DecodePath::kPass ? describe(plan) + ": " + pass : describe(plan);
@@ -73,8 +73,8 @@ class CudaDelta {
   std::string prefill_plan(int sequences, CudaDevice& device) const {
     const DeltaShape& shape = state_.shape;
     const auto plan = [&]<Recurrence kRecurrence>() {
-      return describe(replayssm::prefill_plan<kRecurrence, T>(sequences, shape.heads, shape.value_size, shape.key_size,
-                                                              /*has_z=*/false, device.properties()));
+      return describe(plan_prefill<kRecurrence, T>(sequences, shape.heads, shape.value_size, shape.key_size,
+                                                   /*has_z=*/false, device.properties()));
     };
     return shape.gate_size > 1 ? plan.template operator()<Recurrence::kDeltaPerChannel>()
                                : plan.template operator()<Recurrence::kDelta>();

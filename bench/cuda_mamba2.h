@@ -63,13 +63,14 @@ class CudaMamba2 {
   std::string plan(const StateRows& rows, int tokens_per_row, std::optional<Readout> readout,
                    CudaDevice& device) const {
     if (!readout) return describe(DecodePlan{});
-    return describe(plan_decode(state_.shape, rows, state_.window, tokens_per_row, sizeof(T), device.properties()));
+    return describe(
+        plan_decode(state_.shape, rows.count, state_.window, tokens_per_row, sizeof(T), device.properties()));
   }
 
   std::string prefill_plan(int sequences, CudaDevice& device) const {
     const Mamba2Shape& shape = state_.shape;
-    return describe(replayssm::prefill_plan<Recurrence::kMamba2, T>(
-        sequences, shape.heads, shape.head_size, shape.state_size, /*has_z=*/false, device.properties()));
+    return describe(plan_prefill<Recurrence::kMamba2, T>(sequences, shape.heads, shape.head_size, shape.state_size,
+                                                         /*has_z=*/false, device.properties()));
   }
 
   const BasicMamba2State<T>& state() const { return state_; }

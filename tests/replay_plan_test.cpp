@@ -64,7 +64,7 @@ TEST(ReplayPlan, SpreadsFewHeads) {
 }
 
 TEST(DecodePlan, ChoosesThePath) {
-  const StateRows rows{.count = 256};
+  constexpr int rows = 256;
   const auto path = [&](int gate_size, CheckpointForm form, Readout readout, int window = 16) {
     return plan_decode(DeltaShape{32, gate_size == 1 ? 16 : 32, 128, 128, gate_size}, rows, window, 1, 2, form, readout,
                        kHopper)
@@ -81,7 +81,7 @@ TEST(DecodePlan, ChoosesThePath) {
 }
 
 TEST(DecodePlan, DescribesItselfInOneLine) {
-  const StateRows rows{.count = 256};
+  constexpr int rows = 256;
   for (Readout readout : {Readout::kDirect, Readout::kExact})
     for (CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes})
       for (int gate_size : {1, 128}) {

@@ -689,8 +689,8 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
   check_window("delta_decode", args.tokens_per_row, args.state.window, args.state.capacity);
   check_cuda_window("delta_decode", args.state.window, args.tokens_per_row);
   check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
-  const DecodePlan plan = plan_decode(args.state.shape, args.rows, args.state.window, args.tokens_per_row, sizeof(T),
-                                      args.state.form, args.readout, device.properties());
+  const DecodePlan plan = plan_decode(args.state.shape, args.rows.count, args.state.window, args.tokens_per_row,
+                                      sizeof(T), args.state.form, args.readout, device.properties());
   if (plan.path == DecodePath::kReplay)
     return launch_replay<Recurrence::kDelta>(replay_args(args, device), plan.replay, device);
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, args.out,

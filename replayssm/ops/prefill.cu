@@ -457,7 +457,7 @@ __global__ void __launch_bounds__(kSlices == 1 ? 256 : 128, 2)
 }  // namespace
 
 template <Recurrence kRecurrence, typename T>
-PrefillPlan prefill_plan(int rows, int heads, int values, int key_size, bool has_z, const CudaProperties& gpu) {
+PrefillPlan plan_prefill(int rows, int heads, int values, int key_size, bool has_z, const CudaProperties& gpu) {
   constexpr bool kPerChannel = kRecurrence == Recurrence::kDeltaPerChannel;
   const PrefillBytes bytes = key_size <= 64 ? PrefillShared<64, kPerChannel, T>::bytes(has_z)
                                             : PrefillShared<128, kPerChannel, T>::bytes(has_z);
@@ -469,7 +469,7 @@ void launch_prefill(PrefillArgs<T> args, CudaDevice& device) {
   if (args.rows.count == 0) return;
   const bool has_z = args.z != nullptr;
   const PrefillPlan plan =
-      prefill_plan<kRecurrence, T>(args.rows.count, args.heads, args.values, args.key_size, has_z, device.properties());
+      plan_prefill<kRecurrence, T>(args.rows.count, args.heads, args.values, args.key_size, has_z, device.properties());
   const auto run = [&]<int K>() {
     using Shared = PrefillShared<K, kRecurrence == Recurrence::kDeltaPerChannel, T>;
     args.unit_values = plan.unit_slices * kSliceRows;
@@ -484,7 +484,7 @@ void launch_prefill(PrefillArgs<T> args, CudaDevice& device) {
 }
 
 #define REPLAYSSM_PREFILL(recurrence, T)                                                                         \
-  template PrefillPlan prefill_plan<Recurrence::recurrence, T>(int, int, int, int, bool, const CudaProperties&); \
+  template PrefillPlan plan_prefill<Recurrence::recurrence, T>(int, int, int, int, bool, const CudaProperties&); \
   template void launch_prefill<Recurrence::recurrence>(PrefillArgs<T>, CudaDevice&);
 #define REPLAYSSM_PREFILLS(T)            \
   REPLAYSSM_PREFILL(kDelta, T)           \

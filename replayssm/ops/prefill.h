@@ -37,9 +37,9 @@ PrefillPlan plan_prefill(int rows, int heads, int values, const PrefillBytes& by
 // One line.
 std::string describe(const PrefillPlan& plan);
 
-// The plan of a prefill of so many rows; of inputs T, and of Mamba-2 with or without z. For a library with CUDA.
+// The same with the kernel's own bytes: for inputs T, and of Mamba-2 with or without z. Defined with CUDA alone.
 template <Recurrence kRecurrence, typename T>
-PrefillPlan prefill_plan(int rows, int heads, int values, int key_size, bool has_z, const CudaProperties& gpu);
+PrefillPlan plan_prefill(int rows, int heads, int values, int key_size, bool has_z, const CudaProperties& gpu);
 
 template <Recurrence kRecurrence, typename T>
 void launch_prefill(PrefillArgs<T> args, CudaDevice& device);

@@ -35,7 +35,6 @@ struct ReplayBlock {
 
   __device__ static int lane() { return fresh_thread() % 32; }
   __device__ static int warp() { return fresh_thread() / 32; }
-  __device__ int row_warps() const { return args.plan.row_warps; }
   // A barrier of so many helpers alone.
   __device__ static void meet_helpers(int barrier, int helpers) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(32 * helpers) : "memory");
@@ -90,7 +89,7 @@ struct ReplayBlock {
   // Begins to read the numbers of unit `index`'s row; for a warp.
   __device__ void copy_row(int index) const {
     const uint32_t number = schedule().number[index % kUnits];
-    if (number >= args.units) return;
+    if (number >= args.plan.units) return;
     const int b = args.by_row.quotient(number);
     RowWords& row = schedule().row[index % kUnits];
     const auto copy = [&](int of_lane, void* to, const void* from) {
@@ -108,7 +107,7 @@ struct ReplayBlock {
   __device__ void derive(int index) const {
     Unit& u = schedule().unit[index % kUnits];
     const uint32_t number = schedule().number[index % kUnits];
-    if (number >= args.units) {
+    if (number >= args.plan.units) {
       u.kind = UnitKind::kNone;
       return;
     }
@@ -159,9 +158,9 @@ struct ReplayBlock {
     uint32_t asked = 0;
     if (args.asked != nullptr) asked = atomicAdd(args.asked, 1u);
     derive(index + 2);
-    if (args.asked != nullptr && asked == args.units - 1)
+    if (args.asked != nullptr && asked == args.plan.units - 1)
       *args.asked = 0;  // the last to ask: the next call begins anew
-    schedule().number[(index + kAhead) % kUnits] = args.asked != nullptr ? asked + kAhead * gridDim.x : args.units;
+    schedule().number[(index + kAhead) % kUnits] = args.asked != nullptr ? asked + kAhead * gridDim.x : args.plan.units;
   }
 
   // Begins to read the records of unit `index`, if it has a state, and the numbers of unit `ahead`'s row, if that is
@@ -501,7 +500,7 @@ struct ReplayBlock {
   // Padding rows give zeros; rows outside the pool give NaN.
   __device__ void refuse(const Unit& u) const {
     const float y = u.kind == UnitKind::kPadding ? 0.0f : __uint_as_float(0x7FC00000u);
-    for (int t = warp(); t < args.tokens; t += row_warps())
+    for (int t = warp(); t < args.tokens; t += args.plan.row_warps)
       for (int row = lane(); row < u.values; row += 32) store_out(u, t, row, y);
   }
 
@@ -510,13 +509,13 @@ struct ReplayBlock {
   __device__ void run() const {
     if (threadIdx.x < kAhead) schedule().number[threadIdx.x] = blockIdx.x + threadIdx.x * gridDim.x;
     if (threadIdx.x < 2) schedule().records[threadIdx.x].initialise();
-    if (threadIdx.x < row_warps()) schedule().slices[threadIdx.x].initialise();
+    if (threadIdx.x < args.plan.row_warps) schedule().slices[threadIdx.x].initialise();
     // What lies past a row's channels stays as it is now.
     if (args.key_size < K)
       for (int i = threadIdx.x; i < args.plan.unit_values * K; i += blockDim.x) at<float>(0)[i] = 0;
     let_engine_see();
     __syncthreads();
-    const int helper = warp() - row_warps();
+    const int helper = warp() - args.plan.row_warps;
     if (helper == 0) {
       for (int index = 0; index < kAhead - 1; ++index) copy_row(index);
       wait_for_copies();
@@ -621,11 +620,10 @@ void launch_formed(ReplayArgs<T> args, CudaDevice& device) {
   args.by_row = Divisor(args.heads * parts);
   args.by_part = Divisor(parts);
   args.by_share = Divisor(args.heads / args.key_heads);
-  args.units = static_cast<uint32_t>(plan.units);
   const auto kernel = replay_kernel<kRecurrence, K, kForm, T>;
   const int resident = resident_blocks(args.op, kernel, plan.threads(), plan.shared.bytes);
-  const uint32_t blocks = std::min<uint32_t>(args.units, device.properties().multiprocessors * resident);
-  if (args.units > kAhead * blocks) args.asked = device.counter();
+  const uint32_t blocks = std::min<uint32_t>(args.plan.units, device.properties().multiprocessors * resident);
+  if (args.plan.units > kAhead * blocks) args.asked = device.counter();
   launch(args.op, kernel, dim3(blocks), plan.threads(), plan.shared.bytes, args, device);
 }
 

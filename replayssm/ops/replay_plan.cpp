@@ -65,11 +65,11 @@ ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
     if (blocks_of(plan.unit_values, 1) >= 2 && (are_many || plan.unit_values <= 2 * kSliceRows)) break;
     plan.unit_values = (plan.unit_values / kSliceRows + 1) / 2 * kSliceRows;
   }
-  plan.units = units_of(plan.unit_values);
+  plan.units = static_cast<uint32_t>(units_of(plan.unit_values));
   // A warp has two slices (with one, and twice the warps for the rows, a kernel of this kind took 204 us instead of
   // 181), or one where there are few units: that is the shorter way.
   const int slices = plan.unit_values / kSliceRows;
-  const bool are_few = slices <= 2 && plan.units <= 4 * gpu.multiprocessors;
+  const bool are_few = slices <= 2 && units_of(plan.unit_values) <= 4 * gpu.multiprocessors;
   plan.row_warps = are_few ? slices : (slices + 1) / 2;
   plan.warp_rows = (slices + plan.row_warps - 1) / plan.row_warps * kSliceRows;
   plan.helpers = std::max(2, slices / 2);
@@ -82,12 +82,12 @@ ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
   return plan;
 }
 
-DecodePlan plan_decode(const DeltaShape& shape, const StateRows& rows, int window, int tokens_per_row,
-                       int element_bytes, CheckpointForm form, Readout readout, const CudaProperties& gpu) {
+DecodePlan plan_decode(const DeltaShape& shape, int rows, int window, int tokens_per_row, int element_bytes,
+                       CheckpointForm form, Readout readout, const CudaProperties& gpu) {
   const bool is_direct = readout == Readout::kDirect;
   if (shape.gate_size > 1) return {is_direct ? DecodePath::kPass : DecodePath::kRecurrence, {}};
-  const ReplaySizes sizes = {rows.count, shape.heads,    shape.value_size, shape.key_size,
-                             window,     tokens_per_row, element_bytes};
+  const ReplaySizes sizes = {rows,   shape.heads,    shape.value_size, shape.key_size,
+                             window, tokens_per_row, element_bytes};
   // A direct readout of planes, or of a window so wide that two blocks of whole heads have no room, is faster by a pass
   // over the checkpoints (planes, L 16, 159 us instead of 169; L 32, T = 4, 396 instead of 762).
   const bool has_room = blocks_with_room(share_memory(sizes, most_rows(shape.value_size), 1).bytes, gpu) >= 2;
@@ -97,10 +97,10 @@ DecodePlan plan_decode(const DeltaShape& shape, const StateRows& rows, int windo
   return {is_direct ? DecodePath::kPass : DecodePath::kRecurrence, {}};
 }
 
-DecodePlan plan_decode(const Mamba2Shape& shape, const StateRows& rows, int window, int tokens_per_row,
-                       int element_bytes, const CudaProperties& gpu) {
-  const ReplayPlan replay = plan_replay(
-      {rows.count, shape.heads, shape.head_size, shape.state_size, window, tokens_per_row, element_bytes}, gpu);
+DecodePlan plan_decode(const Mamba2Shape& shape, int rows, int window, int tokens_per_row, int element_bytes,
+                       const CudaProperties& gpu) {
+  const ReplayPlan replay =
+      plan_replay({rows, shape.heads, shape.head_size, shape.state_size, window, tokens_per_row, element_bytes}, gpu);
   return {replay.blocks > 0 ? DecodePath::kReplay : DecodePath::kRecurrence, replay};
 }
 

@@ -39,7 +39,7 @@ struct ReplayPlan {
   int warp_rows = 0;  // of each of them: a slice's or two's
   int helpers = 0;
   int records = 0;  // that a unit may have
-  int64_t units = 0;
+  uint32_t units = 0;
   ReplayShared shared;
   int blocks = 0;  // for which a multiprocessor has shared memory; 0: the kernel has no room
 
@@ -61,10 +61,10 @@ struct DecodePlan {
   DecodePath path = DecodePath::kRecurrence;
   ReplayPlan replay;  // of kReplay
 };
-DecodePlan plan_decode(const DeltaShape& shape, const StateRows& rows, int window, int tokens_per_row,
-                       int element_bytes, CheckpointForm form, Readout readout, const CudaProperties& gpu);
-DecodePlan plan_decode(const Mamba2Shape& shape, const StateRows& rows, int window, int tokens_per_row,
-                       int element_bytes, const CudaProperties& gpu);
+DecodePlan plan_decode(const DeltaShape& shape, int rows, int window, int tokens_per_row, int element_bytes,
+                       CheckpointForm form, Readout readout, const CudaProperties& gpu);
+DecodePlan plan_decode(const Mamba2Shape& shape, int rows, int window, int tokens_per_row, int element_bytes,
+                       const CudaProperties& gpu);
 
 // One line.
 std::string describe(const DecodePlan& plan);

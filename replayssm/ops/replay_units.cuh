@@ -28,7 +28,6 @@ struct ReplayArgs : RecurrenceArgs<T> {
   int tokens = 0;  // of a row
   ReplayPlan plan;
   Divisor by_row, by_part, by_share;  // units of a row and of a head, heads of a key head
-  uint32_t units = 0;
   uint32_t* asked = nullptr;  // counts the units asked for beyond each block's first kAhead; null if there are no more
 };
 

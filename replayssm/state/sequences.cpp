@@ -90,24 +90,30 @@ SequencePool::SequencePool(StateLayout layout, const PoolSize& size, int max_row
   moves_.reserve(moves);
 }
 
+template <typename State, typename Shape>
+State SequencePool::recurrent_view(const LayerMemory& own, const Shape& shape) const {
+  State state;
+  state.shape = shape;
+  state.slots = state.checkpoints = ledger_.limits().slots;
+  state.window = layout_.window;
+  state.capacity = layout_.ring_capacity();
+  state.checkpoint = reinterpret_cast<float*>(own.checkpoint);
+  state.form = layout_.form;
+  return state;
+}
+
 template <typename T>
 BasicDeltaState<T> SequencePool::delta_view(int index) const {
   const auto& layer = layer_at<DeltaLayer>(layout_, index, "state of the delta rule");
   const LayerMemory& own = memory_[index];
   const auto numbers = [&own](size_t array) { return reinterpret_cast<float*>(own.ring[array]); };
-  BasicDeltaState<T> state;
-  state.shape = layer.shape;
-  state.slots = state.checkpoints = ledger_.limits().slots;
-  state.window = layout_.window;
-  state.capacity = layout_.ring_capacity();
-  state.checkpoint = reinterpret_cast<float*>(own.checkpoint);
+  auto state = recurrent_view<BasicDeltaState<T>>(own, layer.shape);
   state.ring_k = reinterpret_cast<T*>(own.ring[0]);
   state.ring_k_scale = numbers(1);
   state.ring_gram = numbers(2);
   state.ring_v = reinterpret_cast<T*>(own.ring[3]);
   state.ring_decay = numbers(4);
   state.ring_beta = numbers(5);
-  state.form = layout_.form;
   return state;
 }
 
@@ -115,17 +121,11 @@ template <typename T>
 BasicMamba2State<T> SequencePool::mamba2_view(int index) const {
   const auto& layer = layer_at<Mamba2Layer>(layout_, index, "state of Mamba-2");
   const LayerMemory& own = memory_[index];
-  BasicMamba2State<T> state;
-  state.shape = layer.shape;
-  state.slots = state.checkpoints = ledger_.limits().slots;
-  state.window = layout_.window;
-  state.capacity = layout_.ring_capacity();
-  state.checkpoint = reinterpret_cast<float*>(own.checkpoint);
+  auto state = recurrent_view<BasicMamba2State<T>>(own, layer.shape);
   state.ring_x = reinterpret_cast<T*>(own.ring[0]);
   state.ring_b = reinterpret_cast<T*>(own.ring[1]);
   state.ring_dt = reinterpret_cast<float*>(own.ring[2]);
   state.ring_decay = reinterpret_cast<float*>(own.ring[3]);
-  state.form = layout_.form;
   return state;
 }
 

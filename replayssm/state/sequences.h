@@ -128,6 +128,10 @@ class SequencePool {
   const AttentionLayer& attention_layer(int index) const;
 
  private:
+  // A view of a layer's state without its ring.
+  template <typename State, typename Shape>
+  State recurrent_view(const LayerMemory& own, const Shape& shape) const;
+
   void clean(Handle handle);
   void copy_checkpoint(CheckpointCopy copy);
   void add_records(Handle from, Handle to, Cursor cursor);
