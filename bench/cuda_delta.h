@@ -64,10 +64,8 @@ class CudaDelta {
   std::string plan(const StateRows& rows, int tokens_per_row, std::optional<Readout> readout,
                    CudaDevice& device) const {
     if (!readout) return describe(DecodePlan{});
-    const DecodePlan plan = plan_decode(state_.shape, rows.count, state_.window, tokens_per_row, sizeof(T), state_.form,
-                                        *readout, device.properties());
-    const std::string pass = describe(delta_plan(state_.shape, rows.count, tokens_per_row, device));
-    return plan.path == DecodePath::kPass ? describe(plan) + ": " + pass : describe(plan);
+    return describe(
+        plan_decode(state_.shape, rows.count, state_.window, tokens_per_row, sizeof(T), device.properties()));
   }
 
   std::string prefill_plan(int sequences, CudaDevice& device) const {

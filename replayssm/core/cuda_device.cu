@@ -51,13 +51,6 @@ CudaDevice::CudaDevice(int index) : index_(index) {
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cuda: create a stream");
   stream_ = stream;
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cuda: create a stream");
-  side_stream_ = stream;
-  for (void** event : {&fork_event_, &join_event_}) {
-    cudaEvent_t created = nullptr;
-    check_cuda(cudaEventCreateWithFlags(&created, cudaEventDisableTiming), "cuda: create an event");
-    *event = created;
-  }
   void* fault = nullptr;
   check_cuda(cudaHostAlloc(&fault, sizeof(CudaFault), cudaHostAllocMapped), "cuda: allocate host memory");
   fault_ = new (fault) CudaFault();
@@ -73,37 +66,7 @@ CudaDevice::~CudaDevice() {
     cudaFreeHost(fault_);
   }
   cudaFree(counter_);
-  for (void* memory : scratch_) cudaFree(memory);
-  for (void* event : {fork_event_, join_event_})
-    if (event != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event));
-  for (void* stream : {stream_, side_stream_})
-    if (stream != nullptr) cudaStreamDestroy(stream_of(stream));
-}
-
-void CudaDevice::fork() {
-  check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(fork_event_), stream_of(stream_)), "cuda: fork");
-  check_cuda(cudaStreamWaitEvent(stream_of(side_stream_), static_cast<cudaEvent_t>(fork_event_)), "cuda: fork");
-}
-
-void CudaDevice::join() {
-  check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(join_event_), stream_of(side_stream_)), "cuda: join");
-  check_cuda(cudaStreamWaitEvent(stream_of(stream_), static_cast<cudaEvent_t>(join_event_)), "cuda: join");
-}
-
-void* CudaDevice::scratch(size_t bytes) {
-  if (bytes > scratch_bytes_) {
-    // Allocating is not a stream's work: a capture in progress does not mind.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cuda: allocate scratch memory");
-    void* memory = nullptr;
-    const cudaError_t status = cudaMalloc(&memory, bytes);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    if (status != cudaSuccess) cudaGetLastError();
-    check_cuda(status, "cuda: allocate scratch memory");
-    scratch_.push_back(memory);
-    scratch_bytes_ = bytes;
-  }
-  return scratch_.empty() ? nullptr : scratch_.back();
+  if (stream_ != nullptr) cudaStreamDestroy(stream_of(stream_));
 }
 
 void CudaDevice::synchronize() {

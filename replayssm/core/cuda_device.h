@@ -46,16 +46,6 @@ class CudaDevice {
   const CudaProperties& properties() const { return properties_; }
   void* stream() const { return stream_; }  // a cudaStream_t
 
-  // A second stream for work that runs beside the first's: it begins where the first stands at fork(), and what the
-  // first queues after join() waits for it.
-  void* side_stream() const { return side_stream_; }
-  void fork();
-  void join();
-
-  // Scratch memory of an op's own kernels, valid until the op's work ends. Grows when more is asked for than before;
-  // captured graphs keep what they were given.
-  void* scratch(size_t bytes);
-
   // A word on the device, zero between ops, by which the blocks of an op share out their work.
   uint32_t* counter() const { return counter_; }
 
@@ -82,11 +72,6 @@ class CudaDevice {
   int index_;
   CudaProperties properties_;
   void* stream_ = nullptr;
-  void* side_stream_ = nullptr;
-  void* fork_event_ = nullptr;
-  void* join_event_ = nullptr;
-  std::vector<void*> scratch_;  // the last is the largest
-  size_t scratch_bytes_ = 0;
   CudaFault* fault_ = nullptr;
   uint32_t* counter_ = nullptr;
 };

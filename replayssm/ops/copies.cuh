@@ -46,11 +46,15 @@ __device__ inline void let_engine_see() {
 }
 
 // Where a warp's copies are awaited, round by round; lives in shared memory. In a round the warp calls begin with the
-// bytes that copy will be given in all, then copy and copy_word_async any number of times, then end.
+// bytes that copy will be given in all, then copy and, if kHasWords, copy_word_async any number of times, then end.
+template <bool kHasWords>
 class Arrival {
+  static constexpr bool kLanesArrive = kHasWords || !kHasCopyEngine;
+
  public:
   __device__ void initialise() {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier_)), "r"(kHasCopyEngine ? 33 : 32));
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier_)),
+                 "r"((kHasCopyEngine ? 1 : 0) + (kLanesArrive ? 32 : 0)));
   }
 
   // The warp together.
@@ -59,7 +63,6 @@ class Arrival {
     if (threadIdx.x % 32 == 0)
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier_)), "r"(bytes)
                    : "memory");
-    __syncwarp();
 #endif
   }
 
@@ -78,7 +81,8 @@ class Arrival {
 
   // The warp together.
   __device__ void end() {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier_)) : "memory");
+    if constexpr (kLanesArrive)
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier_)) : "memory");
   }
 
   // Any threads: until round `round`, the last that has begun, is there.

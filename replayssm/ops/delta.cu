@@ -1,24 +1,21 @@
 // The delta rule on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step,
-// materialise, and what replay.cuh's kernel does not serve; prefill is prefill.cu's. A direct readout of those is a
-// kernel that pulls queries back through the records for the pass over the checkpoints, and one that folds the rows
-// that flush.
+// materialise; replay steps are replay.cuh's, prefill prefill.cu's.
 #include "replayssm/ops/delta.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "replayssm/ops/cuda_checks.h"
 #include "replayssm/ops/launch.cuh"
 #include "replayssm/ops/prefill.h"
 #include "replayssm/ops/replay.cuh"
 #include "replayssm/ops/ring.h"
-#include "replayssm/ops/stream.cuh"
 #include "replayssm/ops/tiles.h"
 #include "replayssm/ops/updates.cuh"
 
 namespace replayssm {
 namespace {
 
-constexpr int kPassValues = 128;  // of a warp that prepares: a quad a lane
 // The warps of a multiprocessor: 8 KiB of shared memory each, and 64 words of state in a lane's registers. With 20 of
 // them the record that is loaded ahead spills, so that it is waited for (H200, 32 heads, batch 256, a step: 406 us
 // against 313).
@@ -37,9 +34,6 @@ struct DeltaArgs {
   bool has_float_out;
   CudaFault* fault;
   const char* op;
-  int unit_values = 0;       // value rows of a warp
-  float* queries = nullptr;  // [B * T, H, K padded] of a direct readout
-  float* shares = nullptr;   // [B * T, H, V]
 };
 
 // What a warp works on: some value rows of one head of one row of the batch.
@@ -52,14 +46,14 @@ struct DeltaUnit {
   int tokens;
   int64_t head_records, key_head_records;  // records before the head's and the key head's rings
 
-  // Unit `index` of head `of_head` of row b.
+  // Slice `index` of head `of_head` of row b.
   __device__ DeltaUnit(const DeltaArgs<T>& a, int b, int of_head, int index)
       : args(a),
         row(row_of(a.rows, b, a.state.slots, a.state.checkpoints, a.state.window, a.state.capacity)),
         head(of_head),
         key_head(of_head / (a.state.shape.heads / a.state.shape.key_heads)),
-        first_value(index * a.unit_values),
-        values(min(a.unit_values, a.state.shape.value_size - first_value)),
+        first_value(index * kSliceRows),
+        values(min(kSliceRows, a.state.shape.value_size - first_value)),
         first_token(static_cast<int64_t>(b) * a.tokens_per_row),
         tokens(a.tokens_per_row) {
     head_records = (static_cast<int64_t>(row.slot) * shape().heads + head) * args.state.capacity;
@@ -306,305 +300,23 @@ __global__ void __launch_bounds__(32, kBlocks) delta_recurrence_kernel(const __g
   if (!unit.is_refused(blockIdx.z)) run_slice<K, kPerChannel>(unit, shared);
 }
 
-// As many blocks as may be resident, each a warp, which take the slices of the rows that flush in turn.
 template <int K, bool kPerChannel, typename T>
-__global__ void __launch_bounds__(32, kBlocks) delta_flush_kernel(const __grid_constant__ DeltaArgs<T> args) {
-  extern __shared__ uint4 shared[];
-  const int slices = (args.state.shape.value_size + kSliceRows - 1) / kSliceRows;
-  const int of_row = slices * args.state.shape.heads;
-#pragma unroll 1
-  for (int i = blockIdx.x;; i += gridDim.x) {
-    const int b = nth_flushing(args.rows, i / of_row, args.tokens_per_row, args.state.window);
-    if (b < 0) return;
-    const DeltaUnit<T> unit(args, b, i % of_row / slices, i % slices);
-    if (!unit.row.is_outside) run_slice<K, kPerChannel>(unit, shared);
-    __syncwarp();
-  }
-}
-
-// The shared memory of a warp that prepares a direct readout: for each token the records' coefficients; the records'
-// gates.
-struct DeltaShared {
-  float* coefficients;  // [T, records]
-  DeltaGate* gates;     // [records]
-  int records;
-
-  __device__ DeltaShared(uint4* memory, int max_records, int tokens)
-      : coefficients(reinterpret_cast<float*>(memory)),
-        gates(reinterpret_cast<DeltaGate*>(coefficients + (tokens * max_records + 3) / 4 * 4)),
-        records(max_records) {}
-  static size_t bytes(int max_records, int tokens) {
-    return sizeof(float) * ((tokens * max_records + 3) / 4 * 4 + 4 * max_records);
-  }
-};
-
-// Gathers the records' gates, and keeps the window's tokens as records.
-template <bool kPerChannel, typename T>
-__device__ void gather_records(const DeltaUnit<T>& unit, const DeltaShared& shared) {
-  const BasicDeltaState<T>& state = unit.args.state;
-  const int lane = threadIdx.x, history = unit.row.history, key_size = unit.shape().key_size;
-  gather_gates<kPerChannel>(unit, shared.gates, 0, history + unit.tokens);
-  __syncwarp();
-#pragma unroll 1
-  for (int j = history; j < history + unit.tokens; ++j) {
-    const Quad<T> k = key_quad(unit, j);
-    if (4 * lane < unit.values)
-      store_quad(unit.value_ring() + unit.position(j) * unit.shape().value_size + unit.first_value + 4 * lane,
-                 load_quad(unit.token_v(j - history) + unit.first_value + 4 * lane));
-    if (kPerChannel && unit.is_first_of_head() && 4 * lane < key_size)
-      reinterpret_cast<float4*>(state.ring_decay + unit.of_head(j) * key_size)[lane] = exponentials(gate_quad(unit, j));
-    const float scale = key_scale(to_numbers(k));
-    append_key(unit, j, k, scale);
-    if (lane == 0) shared.gates[j].scale = scale;
-  }
-}
-
-// Pulls queries back through the records, newest first: kLanes lanes have a token, each of them K / kLanes channels.
-template <int K, int kLanes, bool kPerChannel, typename T>
-__device__ void pull_back(const DeltaUnit<T>& unit, const DeltaShared& shared) {
-  constexpr int kQuads = (K / 4 + kLanes - 1) / kLanes;  // of a lane; its quad i is quad i * kLanes + `part`
-  constexpr int kBatch = kQuads == 1 ? (kPerChannel ? 4 : 8) : kQuads == 2 ? 2 : 1;  // records whose loads fly together
-  constexpr int kTogether = 32 / kLanes;
-  const int part = threadIdx.x % kLanes, history = unit.row.history, key_size = unit.shape().key_size;
-  const auto has_channels = [&](int i) { return 4 * (i * kLanes + part) < key_size; };
-  const auto load_vector = [&](Quad<T>(&to)[kQuads], const T* from) {
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      to[i] = {};
-      if (has_channels(i)) to[i] = load_quad(from + 4 * (i * kLanes + part));
-    }
-  };
-  const auto load_gates = [&](float4(&to)[kQuads], const float* from) {
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      to[i] = {};
-      if (has_channels(i)) to[i] = __ldg(reinterpret_cast<const float4*>(from) + i * kLanes + part);
-    }
-  };
-  const T* ring = unit.key_ring();
-  const float* gate_ring = unit.args.state.ring_decay + unit.head_records * unit.shape().gate_size;
-  struct Batch {
-    Quad<T> k[kBatch][kQuads];
-    float4 decays[kPerChannel ? kBatch : 1][kQuads];
-  };
-  const auto load_batch = [&](Batch& batch, int top) {
-#pragma unroll
-    for (int r = 0; r < kBatch; ++r) {
-      const int at = unit.position(max(top - r, 0)) * key_size;
-      load_vector(batch.k[r], ring + at);
-      if constexpr (kPerChannel) load_gates(batch.decays[r], gate_ring + at);
-    }
-  };
-#pragma unroll 1
-  for (int first = 0; first < unit.tokens; first += kTogether) {
-    // Lanes without a token do the last one's work again.
-    const int t = min(first + static_cast<int>(threadIdx.x) / kLanes, unit.tokens - 1);
-    const int newest_of_all = min(first + kTogether, unit.tokens) - 1;
-    float* coefficients = shared.coefficients + t * shared.records;
-    Quad<T> raw[kQuads], k[kQuads];
-    load_vector(raw, unit.q(t));
-    load_vector(k, unit.token_k(newest_of_all));
-    Batch batch;
-    if (history > 0) load_batch(batch, history - 1);
-    float4 w[kQuads];
-    float squares = 0;
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      w[i] = to_numbers(raw[i]);
-      squares = __fmaf_rn(w[i].x, w[i].x, squares);
-      squares = __fmaf_rn(w[i].y, w[i].y, squares);
-      squares = __fmaf_rn(w[i].z, w[i].z, squares);
-      squares = __fmaf_rn(w[i].w, w[i].w, squares);
-    }
-    const float scale =
-        query_scale(__fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum_of_lanes<kLanes>(squares), kNormEps))), key_size);
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) w[i] = scaled(w[i], scale);
-    float decay = 1;  // of the records after j
-    // Record j with key k; a token's record that the lanes' token is not to see leaves everything as it is.
-    const auto pull = [&](int j, const Quad<T>(&key)[kQuads], const float4(&decays)[kQuads], bool is_seen) {
-      float4 x[kQuads];
-      float products[2] = {};
-#pragma unroll
-      for (int i = 0; i < kQuads; ++i) {
-        x[i] = to_numbers(key[i]);
-        products[0] = __fmaf_rn(x[i].x, w[i].x, products[0]);
-        products[1] = __fmaf_rn(x[i].y, w[i].y, products[1]);
-        products[0] = __fmaf_rn(x[i].z, w[i].z, products[0]);
-        products[1] = __fmaf_rn(x[i].w, w[i].w, products[1]);
-      }
-      const float product = sum_of_lanes<kLanes>(__fadd_rn(products[0], products[1]));
-      if (!is_seen) return;
-      const DeltaGate gate = shared.gates[j];
-      const float c = __fmul_rn(__fmul_rn(gate.beta, gate.scale), product);
-      const float step = __fmul_rn(-c, gate.scale);
-#pragma unroll
-      for (int i = 0; i < kQuads; ++i) {
-        w[i] = multiply_added(x[i], step, w[i]);
-        if constexpr (kPerChannel) w[i] = multiplied(w[i], decays[i]);
-      }
-      if (part == 0) coefficients[j] = kPerChannel ? c : __fmul_rn(c, decay);
-      if constexpr (!kPerChannel) decay = __fmul_rn(decay, gate.decay);
-    };
-#pragma unroll 1
-    for (int u = newest_of_all; u >= 0; --u) {
-      float4 decays[kQuads] = {};
-      if (u < newest_of_all) load_vector(k, unit.token_k(u));
-      if constexpr (kPerChannel) {
-        load_gates(decays, unit.args.tokens.g + unit.token_head(u) * key_size);
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) decays[i] = exponentials(decays[i]);
-      }
-      pull(history + u, k, decays, u <= t);
-    }
-#pragma unroll 1
-    for (int top = history - 1; top >= 0; top -= kBatch) {
-      const Batch now = batch;
-      if (top >= kBatch) load_batch(batch, top - kBatch);
-#pragma unroll
-      for (int r = 0; r < kBatch; ++r)
-        if (top - r >= 0) pull(top - r, now.k[r], now.decays[kPerChannel ? r : 0], true);
-    }
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i)
-      if (4 * (i * kLanes + part) < K)
-        reinterpret_cast<float4*>(unit.args.queries + unit.token_head(t) * K)[i * kLanes + part] =
-            kPerChannel ? w[i] : scaled(w[i], decay);
-  }
-}
-
-// A lane's quads of the values of the ring's records begin .. begin + kValueBatch - 1; past the history zeros.
-constexpr int kValueBatch = 8;
-template <typename T>
-struct ValueBatch {
-  Quad<T> v[kValueBatch];
-
-  __device__ void load(const DeltaUnit<T>& unit, int begin) {
-    const bool has_values = 4 * threadIdx.x < unit.values;
-    const T* ring = unit.value_ring() + unit.first_value + 4 * threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kValueBatch; ++i) {
-      v[i] = {};
-      if (has_values && begin + i < unit.row.history)
-        v[i] = load_quad(ring + unit.position(begin + i) * unit.shape().value_size);
-    }
-  }
-};
-
-// The records' share of the outputs of kCount tokens from `first` on: a lane has four value rows of the unit. `batch`
-// holds the first records' values.
-template <int kCount, typename T>
-__device__ void sum_records(const DeltaUnit<T>& unit, const DeltaShared& shared, int first, ValueBatch<T> batch) {
-  const int history = unit.row.history;
-  const float* coefficients = shared.coefficients + first * shared.records;
-  float4 sums[kCount] = {};
-#pragma unroll 1
-  for (int begin = 0; begin < history; begin += kValueBatch) {
-    if (begin > 0) batch.load(unit, begin);
-#pragma unroll
-    for (int i = 0; i < kValueBatch; ++i) {
-      if (begin + i >= history) break;
-      const float4 v = to_numbers(batch.v[i]);
-#pragma unroll
-      for (int t = 0; t < kCount; ++t)
-        sums[t] = multiply_added(v, coefficients[t * shared.records + begin + i], sums[t]);
-    }
-  }
-  if (4 * threadIdx.x >= unit.values) return;
-#pragma unroll 1
-  for (int u = 0; u < first + kCount; ++u) {
-    const float4 v = to_numbers(load_quad(unit.token_v(u) + unit.first_value + 4 * threadIdx.x));
-#pragma unroll
-    for (int t = 0; t < kCount; ++t)
-      if (u <= first + t) sums[t] = multiply_added(v, coefficients[t * shared.records + history + u], sums[t]);
-  }
-#pragma unroll
-  for (int t = 0; t < kCount; ++t)
-    reinterpret_cast<float4*>(unit.args.shares + unit.token_head(first + t) * unit.shape().value_size +
-                              unit.first_value)[threadIdx.x] = sums[t];
-}
-
-// Calls run<count>(first) for tokens first .. first + count - 1, four at a time, then two, then one.
-template <typename Run>
-__device__ void by_fours(int tokens, const Run& run) {
-  int t = 0;
-#pragma unroll 1
-  for (; t + 4 <= tokens; t += 4) run.template operator()<4>(t);
-  if (t + 2 <= tokens) {
-    run.template operator()<2>(t);
-    t += 2;
-  }
-  if (t < tokens) run.template operator()<1>(t);
-}
-
-// Grid (units of a head, H, B), block of a warp, which makes the queries and shares of a head (of 128 of its values)
-// for the pass over the checkpoints: gathers the records, pulls the queries back through them, sums the records'
-// values.
-template <int K, int kLanes, bool kPerChannel, typename T>
-__global__ void __launch_bounds__(32, kLanes == 32 && !kPerChannel ? 32 : 24)
-    delta_prepare_kernel(const __grid_constant__ DeltaArgs<T> args) {
-  extern __shared__ uint4 memory[];
-  let_next_start();
-  const DeltaUnit<T> unit(args, blockIdx.z, blockIdx.y, blockIdx.x);
-  if (unit.is_refused(blockIdx.z) || unit.will_flush()) return;
-  const DeltaShared shared(memory, args.state.window + args.tokens_per_row, args.tokens_per_row);
-  ValueBatch<T> values;
-  values.load(unit, 0);
-  gather_records<kPerChannel>(unit, shared);
-  __syncwarp();
-  pull_back<K, kLanes, kPerChannel>(unit, shared);
-  __syncwarp();
-  by_fours(unit.tokens, [&]<int kCount>(int t) { sum_records<kCount>(unit, shared, t, values); });
-}
-
-template <int K, bool kPerChannel, typename T>
-void launch_padded(DeltaArgs<T> args, Readout readout, CudaDevice& device) {
+void launch_padded(const DeltaArgs<T>& args, CudaDevice& device) {
   const DeltaShape& shape = args.state.shape;
-  const int records = args.state.window + args.tokens_per_row,
-            slices = (shape.value_size + kSliceRows - 1) / kSliceRows;
-  const size_t recurrence_bytes = kSliceBytes<K> + record_bytes<T>(records);
-  args.unit_values = kSliceRows;
-  if (readout == Readout::kExact) {
-    launch(args.op, delta_recurrence_kernel<K, kPerChannel, T>, dim3(slices, shape.heads, args.rows.count), 32,
-           recurrence_bytes, args, device);
-    return;
-  }
-  // The rows that flush take a share of the multiprocessors' warps, and the others are streamed beside them.
-  const StatePlan plan = delta_plan(shape, args.rows.count, args.tokens_per_row, device);
-  const int64_t blocks = std::min(int64_t{slices} * shape.heads * args.rows.count,
-                                  int64_t{device.properties().multiprocessors} * plan.flush_warps);
-  device.fork();
-  launch(args.op, delta_flush_kernel<K, kPerChannel, T>, dim3(static_cast<unsigned>(blocks)), 32, recurrence_bytes,
-         args, device, Launch::kAside);
-  const int64_t token_heads = int64_t{args.rows.count} * args.tokens_per_row * shape.heads;
-  args.queries = static_cast<float*>(device.scratch(sizeof(float) * token_heads * (K + shape.value_size)));
-  args.shares = args.queries + token_heads * K;
-  args.unit_values = kPassValues;
-  const auto prepare = args.tokens_per_row == 1 ? delta_prepare_kernel<K, 32, kPerChannel, T>
-                                                : delta_prepare_kernel<K, 8, kPerChannel, T>;
-  launch(args.op, prepare, dim3((shape.value_size + kPassValues - 1) / kPassValues, shape.heads, args.rows.count), 32,
-         DeltaShared::bytes(records, args.tokens_per_row), args, device);
-  StreamArgs<T> stream{args.rows,         args.state.slots,    args.state.checkpoints, args.state.checkpoint,
-                       args.state.form,   shape.heads,         shape.value_size,       shape.key_size,
-                       args.state.window, args.state.capacity, args.tokens_per_row};
-  stream.queries = args.queries;
-  stream.shares = args.shares;
-  stream.out = args.out;
-  stream.has_float_out = args.has_float_out;
-  stream.slices = plan.slices;
-  launch_stream<K>(args.op, stream, device);
-  device.join();
+  const int slices = (shape.value_size + kSliceRows - 1) / kSliceRows;
+  launch(args.op, delta_recurrence_kernel<K, kPerChannel, T>, dim3(slices, shape.heads, args.rows.count), 32,
+         kSliceBytes<K> + record_bytes<T>(args.state.window + args.tokens_per_row), args, device);
 }
 
 template <typename T>
-void run(const DeltaArgs<T>& args, Readout readout, CudaDevice& device) {
+void run(const DeltaArgs<T>& args, CudaDevice& device) {
   if (args.rows.count == 0) return;
   const int key_size = args.state.shape.key_size;
   const auto run_padded = [&]<int K>() {
     if (args.state.shape.gate_size > 1)
-      launch_padded<K, true>(args, readout, device);
+      launch_padded<K, true>(args, device);
     else
-      launch_padded<K, false>(args, readout, device);
+      launch_padded<K, false>(args, device);
   };
   if (key_size <= 32) return run_padded.template operator()<32>();
   if (key_size <= 64) return run_padded.template operator()<64>();
@@ -629,14 +341,16 @@ void name_arrays(RecurrenceArgs<T>& args, const BasicDeltaState<T>& state, const
   args.key_stride = tokens.k_stride;
   args.value_stride = tokens.v_stride;
   args.log_decay = tokens.g;
+  args.query_factor = 1.0f / std::sqrt(static_cast<float>(state.shape.key_size));
   args.strength = tokens.beta;
 }
 
 template <typename T, typename Out>
-ReplayArgs<T> replay_args(const BasicDeltaDecode<T, Out>& args, CudaDevice& device) {
+ReplayArgs<T> replay_args(const BasicDeltaDecode<T, Out>& args, const ReplayPlan& plan, CudaDevice& device) {
   auto replay = recurrence_args<ReplayArgs<T>>("delta_decode", args, device);
   replay.readout = args.readout;
   replay.tokens = args.tokens_per_row;
+  replay.plan = plan;
   name_arrays(replay, args.state, args.tokens);
   return replay;
 }
@@ -669,18 +383,13 @@ void check_tokens(const char* op, const DeltaShape& shape, const BasicDeltaToken
 
 }  // namespace
 
-StatePlan delta_plan(const DeltaShape& shape, int batch, int tokens_per_row, CudaDevice& device) {
-  return state_plan(int64_t{batch} * shape.heads * ((shape.value_size + kSliceRows - 1) / kSliceRows), tokens_per_row,
-                    device);
-}
-
 template <typename T, typename Out>
 void delta_step(const BasicDeltaStep<T, Out>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("delta_step", args.state, args.rows);
   check_tokens("delta_step", args.state.shape, args.tokens, args.out);
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kStep, 1, args.out, std::is_same_v<Out, float>, device.fault(),
           "delta_step"},
-         Readout::kExact, device);
+         device);
 }
 
 template <typename T, typename Out>
@@ -690,12 +399,16 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
   check_cuda_window("delta_decode", args.state.window, args.tokens_per_row);
   check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
   const DecodePlan plan = plan_decode(args.state.shape, args.rows.count, args.state.window, args.tokens_per_row,
-                                      sizeof(T), args.state.form, args.readout, device.properties());
-  if (plan.path == DecodePath::kReplay)
-    return launch_replay<Recurrence::kDelta>(replay_args(args, device), plan.replay, device);
+                                      sizeof(T), device.properties());
+  if (plan.path == DecodePath::kReplay) {
+    const ReplayArgs<T> replay = replay_args(args, plan.replay, device);
+    if (args.state.shape.gate_size > 1) return launch_replay<Recurrence::kDeltaPerChannel>(replay, device);
+    return launch_replay<Recurrence::kDelta>(replay, device);
+  }
+  // What has no room there is read out exactly, whatever was asked for.
   run<T>({args.state, args.rows, args.tokens, DeltaUse::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "delta_decode"},
-         args.readout, device);
+         device);
 }
 
 template <typename T, typename Out>
@@ -714,7 +427,7 @@ template <typename T>
 void delta_materialise(const BasicDeltaMaterialise<T>& args, CudaDevice& device, std::span<std::byte>) {
   check_state("delta_materialise", args.state, args.rows);
   run<T>({args.state, args.rows, {}, DeltaUse::kMaterialise, 0, nullptr, true, device.fault(), "delta_materialise"},
-         Readout::kExact, device);
+         device);
 }
 
 #define REPLAYSSM_DELTA(T, Out)                                                                   \

@@ -142,10 +142,6 @@ void delta_prefill(const BasicDeltaPrefill<T, Out>& args, CudaDevice& device, st
 template <typename T>
 void delta_materialise(const BasicDeltaMaterialise<T>& args, CudaDevice& device, std::span<std::byte> workspace);
 
-// How a GPU passes over the checkpoints of `batch` rows, where a direct readout does: with a gate a channel, of planes,
-// and for windows so wide that whole heads and their records have no room in half of a multiprocessor's shared memory.
-StatePlan delta_plan(const DeltaShape& shape, int batch, int tokens_per_row, CudaDevice& device);
-
 // The bytes of `workspace` that any of the four needs for layers of this shape and capacity. Contents are scratch.
 size_t delta_workspace_bytes(const DeltaShape& shape, int capacity, Device& device);
 

@@ -16,8 +16,6 @@ enum class Launch {
   // May start before the kernel queued before it has ended, as soon as that one lets it (let_next_start); it must
   // wait_for_previous before it reads what the other writes.
   kOverlapping,
-  // On the device's second stream, between fork and join.
-  kAside,
 };
 
 // What the driver was told of kernels and what it answered, so that it is asked once and not at every launch. Of the
@@ -84,7 +82,7 @@ void launch(const char* op, void (*kernel)(Args), dim3 grid, int threads, size_t
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
-  config.stream = static_cast<cudaStream_t>(how == Launch::kAside ? device.side_stream() : device.stream());
+  config.stream = static_cast<cudaStream_t>(device.stream());
   config.attrs = &overlap;
   config.numAttrs = how == Launch::kOverlapping && device.properties().compute_major >= 9 ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), op);

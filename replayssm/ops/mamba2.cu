@@ -274,10 +274,11 @@ void name_arrays(RecurrenceArgs<T>& args, const BasicMamba2State<T>& state, cons
 }
 
 template <typename T, typename Out>
-ReplayArgs<T> replay_args(const BasicMamba2Decode<T, Out>& args, CudaDevice& device) {
+ReplayArgs<T> replay_args(const BasicMamba2Decode<T, Out>& args, const ReplayPlan& plan, CudaDevice& device) {
   auto replay = recurrence_args<ReplayArgs<T>>("mamba2_decode", args, device);
   replay.readout = args.readout;
   replay.tokens = args.tokens_per_row;
+  replay.plan = plan;
   name_arrays(replay, args.state, args.tokens, args.heads);
   return replay;
 }
@@ -329,7 +330,7 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
   const DecodePlan plan = plan_decode(args.state.shape, args.rows.count, args.state.window, args.tokens_per_row,
                                       sizeof(T), device.properties());
   if (plan.path == DecodePath::kReplay)
-    return launch_replay<Recurrence::kMamba2>(replay_args(args, device), plan.replay, device);
+    return launch_replay<Recurrence::kMamba2>(replay_args(args, plan.replay, device), device);
   // What has no room there is read out exactly, whatever was asked for.
   run<T>({args.state, args.rows, args.heads, args.tokens, Mamba2Use::kDecode, args.tokens_per_row, args.out,
           std::is_same_v<Out, float>, device.fault(), "mamba2_decode"},

@@ -26,6 +26,7 @@ struct RecurrenceArgs {
   int64_t query_stride = 0, key_stride = 0, value_stride = 0, z_stride = 0;
   const float* log_decay = nullptr;  // delta: g
   const float* strength = nullptr;
+  float query_factor = 1;        // delta: K^-1/2
   const float* a_log = nullptr;  // Mamba-2
   const float* skip = nullptr;   // Mamba-2: D
   void* out = nullptr;

@@ -9,13 +9,16 @@
 namespace replayssm {
 namespace {
 
-// The blocks for whose shared memory a multiprocessor has room.
-int blocks_with_room(int bytes, const CudaProperties& gpu) {
+// The registers of a warp let a multiprocessor have so many.
+constexpr int kMostWarps = 16;
+
+// The blocks for which a multiprocessor has room.
+int blocks_with_room(int bytes, int warps, const CudaProperties& gpu) {
   if (bytes > static_cast<int>(gpu.shared_bytes_per_block)) return 0;
-  return static_cast<int>(gpu.shared_bytes_per_multiprocessor) / (bytes + kReservedBytes);
+  return std::min(static_cast<int>(gpu.shared_bytes_per_multiprocessor) / (bytes + kReservedBytes), kMostWarps / warps);
 }
 
-ReplayShared share_memory(const ReplaySizes& sizes, int unit_values, int raw_buffers) {
+ReplayShared share_memory(const ReplaySizes& sizes, int unit_values, int raw_places) {
   ReplayShared shared;
   const auto take = [&](int64_t bytes) {
     const int at = shared.bytes;
@@ -25,76 +28,55 @@ ReplayShared share_memory(const ReplaySizes& sizes, int unit_values, int raw_buf
   const int64_t element = sizes.element_bytes, number = sizeof(float);
   const int64_t keys = sizes.key_size <= 64 ? 64 : 128, tokens = sizes.tokens_per_row, records = sizes.window + tokens;
   take(number * keys * unit_values);
-  shared.raw_buffers = raw_buffers;
-  shared.raw_keys = take(element * raw_buffers * records * keys);
-  shared.raw_queries = take(element * raw_buffers * tokens * keys);
-  shared.key_buffers = records <= 20 ? 2 : 1;
-  shared.keys = take(number * shared.key_buffers * records * keys);
+  shared.raw_places = raw_places;
+  shared.raw_keys = take(element * raw_places * records * keys);
+  shared.raw_queries = take(element * raw_places * tokens * keys);
+  shared.decays = take(sizes.gate_size > 1 ? number * 3 * records * keys : 0);
+  shared.keys = take(number * records * keys);
   shared.queries = take(number * 2 * tokens * keys);
-  shared.products = take(number * 2 * tokens * records);
-  shared.mutual = take(number * ((records + 3) / 4) * 6);
+  shared.weights = take(number * 2 * tokens * records);
   shared.values = take(element * 3 * records * unit_values);
   shared.gates = take(number * 3 * 3 * records);
   shared.schedule = take(kReplayScheduleBytes);
   return shared;
 }
 
-// A unit of whole heads, or of as many rows as it may have.
-int most_rows(int values) {
-  const int64_t rows = ceiling_quotient(values, kSliceRows) * kSliceRows;
-  return static_cast<int>(std::min<int64_t>(rows, kMaxUnitValues));
-}
-
 }  // namespace
 
-// The figures are of an H200, GDN of 32 heads at batch 256 where no other is named.
 ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
-  const auto units_of = [&](int rows) {
-    return int64_t{sizes.rows} * sizes.heads * ceiling_quotient(sizes.values, rows);
-  };
-  const auto blocks_of = [&](int rows, int raw_buffers) {
-    return blocks_with_room(share_memory(sizes, rows, raw_buffers).bytes, gpu);
-  };
-  ReplayPlan plan;
-  plan.records = sizes.window + sizes.tokens_per_row;
-  plan.unit_values = most_rows(sizes.values);
-  // Fewer rows a unit where two blocks would not fit a multiprocessor, for one waits while the other works; or where
-  // there are few units, down to 32 rows (batch 1, L 16: 7.8 us).
-  while (plan.unit_values > kSliceRows) {
-    const bool are_many = units_of(plan.unit_values) >= 2 * gpu.multiprocessors;
-    if (blocks_of(plan.unit_values, 1) >= 2 && (are_many || plan.unit_values <= 2 * kSliceRows)) break;
-    plan.unit_values = (plan.unit_values / kSliceRows + 1) / 2 * kSliceRows;
+  const int most =
+      static_cast<int>(std::min<int64_t>(ceiling_quotient(sizes.values, kSliceRows) * kSliceRows, kMaxUnitValues));
+  ReplayPlan best;
+  for (int values = most;; values = (values / kSliceRows + 1) / 2 * kSliceRows) {
+    ReplayPlan plan;
+    plan.unit_values = values;
+    plan.warps = values / kSliceRows;
+    plan.records = sizes.window + sizes.tokens_per_row;
+    plan.units = static_cast<uint32_t>(int64_t{sizes.rows} * sizes.heads * ceiling_quotient(sizes.values, values));
+    // A third place lets records be fetched while others are converted. It is not worth a block.
+    for (const int raw_places : {2, 3}) {
+      const ReplayShared shared = share_memory(sizes, values, raw_places);
+      const int blocks = blocks_with_room(shared.bytes, plan.warps, gpu);
+      if (blocks < plan.blocks) continue;
+      plan.shared = shared;
+      plan.blocks = blocks;
+    }
+    // Units of whole heads, unless smaller ones let a quarter more warps be there (96 x 80 x 128 at L 4 with 16 warps
+    // in units of 32 rows instead of 15 in whole heads: 354 us, of L 8 in whole heads 280); with few units smaller
+    // ones, so that all multiprocessors have work.
+    const int64_t few = int64_t{gpu.multiprocessors} * (best.warps > 4 ? 32 : 2);
+    if (best.blocks == 0 || 4 * plan.blocks * plan.warps >= 5 * best.blocks * best.warps || best.units < few)
+      best = plan;
+    if (values <= 2 * kSliceRows) return best;
   }
-  plan.units = static_cast<uint32_t>(units_of(plan.unit_values));
-  // A warp has two slices (with one, and twice the warps for the rows, a kernel of this kind took 204 us instead of
-  // 181), or one where there are few units: that is the shorter way.
-  const int slices = plan.unit_values / kSliceRows;
-  const bool are_few = slices <= 2 && units_of(plan.unit_values) <= 4 * gpu.multiprocessors;
-  plan.row_warps = are_few ? slices : (slices + 1) / 2;
-  plan.warp_rows = (slices + plan.row_warps - 1) / plan.row_warps * kSliceRows;
-  plan.helpers = std::max(2, slices / 2);
-  // A second place for records as they come lets the next ones be fetched a unit earlier (194 to 170 us). It is not
-  // worth a block (Mamba-2, 96 x 80 x 128: 382 us instead of 304), and of two helpers the one that fetches is missed
-  // where records are made ready (there at L 8: 306 instead of 296 us).
-  const bool has_second = plan.helpers > 2 && blocks_of(plan.unit_values, 2) == blocks_of(plan.unit_values, 1);
-  plan.shared = share_memory(sizes, plan.unit_values, has_second ? 2 : 1);
-  plan.blocks = blocks_with_room(plan.shared.bytes, gpu);
-  return plan;
 }
 
 DecodePlan plan_decode(const DeltaShape& shape, int rows, int window, int tokens_per_row, int element_bytes,
-                       CheckpointForm form, Readout readout, const CudaProperties& gpu) {
-  const bool is_direct = readout == Readout::kDirect;
-  if (shape.gate_size > 1) return {is_direct ? DecodePath::kPass : DecodePath::kRecurrence, {}};
-  const ReplaySizes sizes = {rows,   shape.heads,    shape.value_size, shape.key_size,
-                             window, tokens_per_row, element_bytes};
-  // A direct readout of planes, or of a window so wide that two blocks of whole heads have no room, is faster by a pass
-  // over the checkpoints (planes, L 16, 159 us instead of 169; L 32, T = 4, 396 instead of 762).
-  const bool has_room = blocks_with_room(share_memory(sizes, most_rows(shape.value_size), 1).bytes, gpu) >= 2;
-  if (is_direct && (form == CheckpointForm::kPlanes || !has_room)) return {DecodePath::kPass, {}};
-  const ReplayPlan replay = plan_replay(sizes, gpu);
-  if (replay.blocks > 0) return {DecodePath::kReplay, replay};
-  return {is_direct ? DecodePath::kPass : DecodePath::kRecurrence, {}};
+                       const CudaProperties& gpu) {
+  const ReplayPlan replay = plan_replay(
+      {rows, shape.heads, shape.value_size, shape.key_size, window, tokens_per_row, element_bytes, shape.gate_size},
+      gpu);
+  return {replay.blocks > 0 ? DecodePath::kReplay : DecodePath::kRecurrence, replay};
 }
 
 DecodePlan plan_decode(const Mamba2Shape& shape, int rows, int window, int tokens_per_row, int element_bytes,
@@ -105,21 +87,10 @@ DecodePlan plan_decode(const Mamba2Shape& shape, int rows, int window, int token
 }
 
 std::string describe(const DecodePlan& plan) {
-  switch (plan.path) {
-    case DecodePath::kPass:
-      return "queries pulled back, a pass over the checkpoints, flushes beside it";
-    case DecodePath::kRecurrence:
-      return "a warp for each slice of 16 rows";
-    case DecodePath::kReplay:
-      break;
-  }
+  if (plan.path == DecodePath::kRecurrence) return "a warp for each slice of 16 rows";
   const ReplayPlan& replay = plan.replay;
-  return fmt::format(
-      "{} units of up to {} rows; blocks that stay, of {} warps with {} rows each and {} helpers, {:.1f} KiB, up to {} "
-      "a "
-      "multiprocessor; records as they come in {} of their places, keys in {}",
-      replay.units, replay.unit_values, replay.row_warps, replay.warp_rows, replay.helpers,
-      replay.shared.bytes / 1024.0, replay.blocks, replay.shared.raw_buffers, replay.shared.key_buffers);
+  return fmt::format("{} units of up to {} rows; blocks that stay, of {} warps, {:.1f} KiB, up to {} a multiprocessor",
+                     replay.units, replay.unit_values, replay.warps, replay.shared.bytes / 1024.0, replay.blocks);
 }
 
 }  // namespace replayssm

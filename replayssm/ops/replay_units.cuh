@@ -34,18 +34,13 @@ struct ReplayArgs : RecurrenceArgs<T> {
 enum class UnitKind { kNone, kPadding, kOutside, kDirect, kWalk };
 
 // A unit as its block finds it in shared memory.
-template <typename T>
+enum UnitOffset { kRowsIn, kRowsOut, kHeadRecords, kKeyHeadRecords, kFirstOut, kOffsets };
 struct ReplayUnit {
   UnitKind kind;
-  int head, first_value, values, history, start;
-  bool will_flush, appends_key, appends_gates;
-  int64_t first_token;
-  int64_t rows_in, rows_out;  // before the head's, in the checkpoints
-  T *key_ring, *value_ring;
-  float *decay_ring, *strength_ring, *scale_ring;
-  const T *query, *key, *value;
-  const float *log_decay, *strength;
-  int64_t out;  // of value first_value of token 0
+  int row, head, key_head, first_value, values, history, start;
+  bool will_flush;
+  // Rows before the head's, in the checkpoints; records before its rings and its key head's; outputs before its first.
+  int64_t offset[kOffsets];
 };
 
 // A row's numbers as the arrays have them.
@@ -58,15 +53,14 @@ struct RowWords {
 constexpr int kAhead = 4;
 constexpr int kUnits = 8;
 static_assert(kUnits > kAhead + 1);
-template <typename T>
 struct ReplaySchedule {
   uint32_t number[kUnits];
   RowWords row[kUnits];
-  ReplayUnit<T> unit[kUnits];
-  float head_numbers[3][2];                     // a_log, skip
-  Arrival records[2];                           // of units in turn
-  Arrival slices[kMaxUnitValues / kSliceRows];  // of a rows' warp each, by units
+  ReplayUnit unit[kUnits];
+  float head_numbers[3][2];                            // a_log, skip
+  Arrival<true> records[2];                            // of units in turn
+  Arrival<false> slices[kMaxUnitValues / kSliceRows];  // of a warp each, by units
 };
-static_assert(sizeof(ReplaySchedule<float>) <= kReplayScheduleBytes);
+static_assert(sizeof(ReplaySchedule) <= kReplayScheduleBytes);
 
 }  // namespace replayssm

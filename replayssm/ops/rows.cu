@@ -83,18 +83,4 @@ void commit_rows(const CommitRows& args, CudaDevice& device) {
   launch("commit_rows", commit_rows_kernel, dim3((args.count + 127) / 128), 128, 0, args, device);
 }
 
-std::string describe(const StatePlan& plan) {
-  return fmt::format("{} slices of 16 rows a block; {} warps a multiprocessor flush", plan.slices, plan.flush_warps);
-}
-
-StatePlan state_plan(int64_t slices, int tokens_per_row, CudaDevice& device) {
-  const bool is_large = slices > int64_t{device.properties().multiprocessors} * 64;
-  // Of Gated DeltaNet 32 heads on an H200, us a step: batch 256, T = 1: 4, 6, 8, 12 flushing warps 229, 202, 200, 216;
-  // T = 4 (a quarter of the rows flushes): 768, 585, 490, 405. Batch 32: 4 is best.
-  StatePlan plan;
-  plan.slices = is_large ? 2 : 1;
-  plan.flush_warps = tokens_per_row > 1 ? 12 : is_large ? 8 : 4;
-  return plan;
-}
-
 }  // namespace replayssm

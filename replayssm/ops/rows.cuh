@@ -124,20 +124,6 @@ __device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_
   return row;
 }
 
-// The n-th row that flushes in a step of T tokens, or -1; a warp asks together.
-__device__ inline int nth_flushing(const StateRows& rows, int n, int tokens_per_row, int window) {
-  for (int begin = 0; begin < rows.count; begin += 32) {
-    const int b = begin + static_cast<int>(threadIdx.x % 32);
-    const bool will_flush =
-        b < rows.count && __ldg(rows.slot + b) != kPaddingSlot && __ldg(rows.history + b) + tokens_per_row > window;
-    const unsigned flushing = __ballot_sync(0xFFFFFFFFu, will_flush);
-    const int count = __popc(flushing);
-    if (n < count) return begin + static_cast<int>(__fns(flushing, 0, n + 1));
-    n -= count;
-  }
-  return -1;
-}
-
 // y z sigmoid(z)
 __device__ inline float gated(float y, float z) {
   return __fmul_rn(y, __fdiv_rn(z, __fadd_rn(1.0f, expf(-z))));

@@ -48,15 +48,6 @@ enum class Readout {
   kExact,
 };
 
-// How a GPU passes over checkpoints for a direct readout.
-struct StatePlan {
-  int slices = 1;       // of 16 rows that a block of the direct readout reads at once
-  int flush_warps = 4;  // of a multiprocessor, for the rows that flush
-};
-std::string describe(const StatePlan& plan);
-// The plan for `slices` slices of 16 value rows in all.
-StatePlan state_plan(int64_t slices, int tokens_per_row, CudaDevice& device);
-
 // Rows in device memory at addresses that stay, so that a captured graph finds those of any step there.
 struct RowArrays {
   int capacity = 0;                   // rows

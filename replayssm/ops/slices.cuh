@@ -211,34 +211,6 @@ struct Slice {
     second = sums[1].total();
   }
 
-  // The same for kCount vectors [kCount][K] from the slice in shared memory, words or hi halves. A lane gets the
-  // product of its output row.
-  template <int kCount>
-  __device__ static void multiply_shared(float (&products)[kCount], const uint4* shared, const float* vectors,
-                                         CheckpointForm form) {
-    const int c = threadIdx.x % 4;
-    RowSums sums[kCount][2];
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      float4 x[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        x[half] = form == CheckpointForm::kWords ? word_quad(shared, half, i)
-                                                 : to_numbers(Quad<Bf16>{half_quad(shared, half, i)});
-#pragma unroll
-      for (int t = 0; t < kCount; ++t) {
-        const float4 y = reinterpret_cast<const float4*>(vectors + t * K)[c + 4 * i];
-        sums[t][0].add(i, x[0], y);
-        sums[t][1].add(i, x[1], y);
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < kCount; ++t) {
-      const float first = sums[t][0].total(), second = sums[t][1].total();
-      products[t] = c == 0 ? first : second;
-    }
-  }
-
  private:
   // Chunks of a row are exchanged so that neither a row's copy nor the lanes' reads meet in a bank.
   template <int kChunks, int kPeriod>

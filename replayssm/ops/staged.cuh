@@ -64,8 +64,8 @@ struct StagedSlice {
   }
 
   // Begins to read `rows` rows; with hi_alone (planes only) one half of them. The warp together.
-  __device__ static void read(Arrival& arrival, char* shared, const HeadPlace& place, const float* checkpoint, int rows,
-                              int key_size, bool hi_alone) {
+  __device__ static void read(Arrival<false>& arrival, char* shared, const HeadPlace& place, const float* checkpoint,
+                              int rows, int key_size, bool hi_alone) {
     constexpr int kRow = kIsWords ? kWordRow : kHalfRow;
     const auto* bytes = reinterpret_cast<const char*>(checkpoint);
     const int row_bytes = key_size * (kRow / K);

@@ -27,24 +27,25 @@ __device__ inline float query_scale(float key_scale, int key_size) {
 template <bool kPerChannel, typename Slice, typename Vector, typename Decays>
 __device__ void delta_update(Slice& slice, const Vector& k, const Decays& decays, float decay, float beta,
                              float v_first, float v_second) {
+  float4 x[Slice::kQuads];
+#pragma unroll
+  for (int i = 0; i < Slice::kQuads; ++i) x[i] = k[i];
   RowSums sums[2];
 #pragma unroll
   for (int i = 0; i < Slice::kQuads; ++i) {
-    const float4 x = k[i];
     const float4 a = kPerChannel ? decays[i] : make_float4(decay, decay, decay, decay);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       slice.rows[half][i] = multiplied(slice.rows[half][i], a);
-      sums[half].add(i, slice.rows[half][i], x);
+      sums[half].add(i, slice.rows[half][i], x[i]);
     }
   }
   const float d[2] = {__fmul_rn(beta, __fsub_rn(v_first, sums[0].total())),
                       __fmul_rn(beta, __fsub_rn(v_second, sums[1].total()))};
 #pragma unroll
   for (int i = 0; i < Slice::kQuads; ++i) {
-    const float4 x = k[i];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) slice.rows[half][i] = multiply_added(x, d[half], slice.rows[half][i]);
+    for (int half = 0; half < 2; ++half) slice.rows[half][i] = multiply_added(x[i], d[half], slice.rows[half][i]);
   }
 }
 
