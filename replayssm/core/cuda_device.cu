@@ -75,6 +75,7 @@ void CudaDevice::synchronize() {
   const CudaFault fault = *fault_;
   fault_->is_set = 0;
   fill_words(fault_->lock, 0, 1);
+  if (fault.outside != nullptr) fail("{}: row {}: {}", fault.op, fault.row, fault.outside);
   fail("{}: row {}: slot {}, checkpoint in {} or checkpoint out {} lies outside the pool", fault.op, fault.row,
        fault.slot, fault.checkpoint_in, fault.checkpoint_out);
 }

@@ -22,12 +22,13 @@ struct CudaProperties {
   size_t shared_bytes_per_block = 0;  // at most
 };
 
-// What a kernel met that the host could not see when it launched: the first row whose slot or checkpoint lies outside
-// the pool. Such a row reads and writes no state and its outputs are NaN.
+// What a kernel met that the host could not see when it launched: the first row whose slot, checkpoint or page lies
+// outside the pool. Such a row reads and writes no state and its outputs are NaN.
 struct CudaFault {
   const char* op = nullptr;  // a literal of the op that was launched
   int32_t row = 0;
   int32_t slot = 0, checkpoint_in = 0, checkpoint_out = 0;
+  const char* outside = nullptr;  // a literal of what lies outside instead, if it is no slot and no checkpoint
   int32_t is_set = 0;
   int32_t* lock = nullptr;  // on the device, 0 or 1: taken by the kernel that reports
 };

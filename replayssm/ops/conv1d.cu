@@ -53,16 +53,6 @@ __global__ __launch_bounds__(kTileThreads) void conv1d_windows_kernel(const __gr
                                                                                   begin, begin + conv.tokens_per_row);
 }
 
-// The row that holds `token`, of those that hold any.
-__device__ int row_of_token(const int32_t* token_begin, int rows, int64_t token) {
-  int low = 0, high = rows;
-  while (high - low > 1) {
-    const int middle = low + (high - low) / 2;
-    (token_begin[middle] <= token ? low : high) = middle;
-  }
-  return low;
-}
-
 // Grid: chunks of kChunkTokens tokens x tiles. The outputs of a prefill; its windows are still the old ones.
 template <ConvForm kForm, typename T, typename Out>
 __global__ __launch_bounds__(kTileThreads) void conv1d_prefill_kernel(const __grid_constant__ ConvArgs<T, Out> args) {

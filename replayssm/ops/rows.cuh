@@ -72,15 +72,16 @@ __device__ inline float4 to_numbers(Quad<Fp16> quad) {
   return make_float4(low.x, low.y, high.x, high.y);
 }
 
-// Tells the host of the first row that names what the pool does not have.
+// Tells the host of the first row that names what the pool does not have; `outside`, as CudaFault's, is the host's.
 __device__ inline void report_fault(CudaFault* fault, const char* op, int row, int slot, int checkpoint_in,
-                                    int checkpoint_out) {
+                                    int checkpoint_out, const char* outside = nullptr) {
   if (atomicCAS(fault->lock, 0, 1) != 0) return;
   fault->op = op;
   fault->row = row;
   fault->slot = slot;
   fault->checkpoint_in = checkpoint_in;
   fault->checkpoint_out = checkpoint_out;
+  fault->outside = outside;
   __threadfence_system();
   fault->is_set = 1;
 }
@@ -122,6 +123,16 @@ __device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_
                            is_in(row.checkpoint_out, checkpoints) && is_in(row.history, window + 1ll) && base >= 0);
   row.start = ring_start(base, capacity);
   return row;
+}
+
+// The row that holds `token`, of those that hold any.
+__device__ inline int row_of_token(const int32_t* token_begin, int rows, int64_t token) {
+  int low = 0, high = rows;
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    (token_begin[middle] <= token ? low : high) = middle;
+  }
+  return low;
 }
 
 // y z sigmoid(z)
