@@ -14,6 +14,7 @@
 
 #include "replayssm/core/buffer.h"
 #include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/vectors-inl.h"
 
 #ifndef REPLAYSSM_OPS_ATTENTION_TILE
@@ -241,21 +242,8 @@ namespace {
 
 void check(const Attention& args, Device& device, std::span<std::byte> workspace) {
   const KvCache& cache = args.cache;
-  require(cache.kv_heads > 0 && cache.head_size > 0 && cache.page_tokens > 0 && cache.pages >= 0,
-          "attention: expected kv_heads, head_size and page_tokens > 0, got {}, {} and {}", cache.kv_heads,
-          cache.head_size, cache.page_tokens);
-  require(cache.latent_size >= 0 && cache.latent_size <= cache.head_size,
-          "attention: expected latent_size 0 .. {} (head_size), got {}", cache.head_size, cache.latent_size);
-  require(args.query_heads > 0 && args.query_heads % cache.kv_heads == 0,
-          "attention: expected query_heads a multiple of {}, got {}", cache.kv_heads, args.query_heads);
   const bool has_values = cache.latent_size == 0;
-  require(cache.k != nullptr && (cache.v != nullptr || !has_values) && args.pages.page_table != nullptr,
-          "attention: the cache and the page table must not be null");
-  require(has_values || (cache.v == nullptr && args.v == nullptr),
-          "attention: expected no values for a cache of latent_size {}, got some", cache.latent_size);
-  require(args.token_begin != nullptr && args.rows.slot != nullptr && args.rows.base != nullptr &&
-              args.rows.history != nullptr,
-          "attention: token_begin, slot, base and history must not be null");
+  check_attention(args);
   const size_t needed = attention_workspace_bytes(args.query_heads, cache.kv_heads, cache.head_size, device);
   require(workspace.size() >= needed, "attention: expected a workspace of {} bytes, got {}", needed, workspace.size());
   require(reinterpret_cast<uintptr_t>(workspace.data()) % kAlignmentBytes == 0,

@@ -1,4 +1,4 @@
-// Causal softmax attention with grouped queries over a paged key/value cache (FP32).
+// Causal softmax attention with grouped queries over a paged key/value cache (FP32 arithmetic).
 //
 //   o[t, i] = sum_{s <= t} softmax_s(scale q[t, i] . k[s, i / (Q / M)]) v[s, i / (Q / M)]
 //
@@ -12,24 +12,28 @@
 #include <cstdint>
 #include <span>
 
+#include "replayssm/core/cuda_device.h"
 #include "replayssm/core/device.h"
 #include "replayssm/ops/rows.h"
 
 namespace replayssm {
 
 // One layer's keys and values for all slots, in pages of page_tokens positions. Position p of row b lies in page
-// page_table[b * table_stride + p / page_tokens] at p % page_tokens.
-struct KvCache {
+// page_table[b * table_stride + p / page_tokens] at p % page_tokens. T is the type of the layer's activations: float on
+// the CPU; float, Bf16 or Fp16 on a GPU.
+template <typename T>
+struct BasicKvCache {
   int kv_heads = 0;     // M
   int head_size = 0;    // D
   int latent_size = 0;  // 0: values are kept, E = D; else a latent cache, E = latent_size <= D
   int64_t pages = 0;
   int page_tokens = 0;
-  float* k = nullptr;  // [pages, M, page_tokens, D]
-  float* v = nullptr;  // [pages, M, page_tokens, D]; null in a latent cache
+  T* k = nullptr;  // [pages, M, page_tokens, D]
+  T* v = nullptr;  // [pages, M, page_tokens, D]; null in a latent cache
 
   int value_size() const { return latent_size > 0 ? latent_size : head_size; }  // E
 };
+using KvCache = BasicKvCache<float>;
 
 struct KvPages {
   const int32_t* page_table = nullptr;  // [B, table_stride]
@@ -43,23 +47,47 @@ struct KvPages {
 // Throws Error for sizes < 1, query_heads % kv_heads != 0, latent_size outside 0 .. head_size, a falling token_begin, a
 // negative position, a position past the page table or a page past the pool, null pointers, and values given to a
 // latent cache. rows.checkpoint_in and _out are not used.
-struct Attention {
-  KvCache cache;
+template <typename T>
+struct BasicAttention {
+  BasicKvCache<T> cache;
   KvPages pages;
   StateRows rows;
   const int32_t* token_begin = nullptr;  // [B + 1], non-decreasing from 0
   int query_heads = 0;                   // Q
   float scale = 0;
-  const float* q = nullptr;  // [N, Q, D], q_stride
-  const float* k = nullptr;  // [N, M, D], k_stride
-  const float* v = nullptr;  // [N, M, D], v_stride; null with a latent cache
+  const T* q = nullptr;  // [N, Q, D], q_stride
+  const T* k = nullptr;  // [N, M, D], k_stride
+  const T* v = nullptr;  // [N, M, D], v_stride; null with a latent cache
   int64_t q_stride = 0, k_stride = 0, v_stride = 0;
-  float* out = nullptr;  // [N, Q, E]
+  T* out = nullptr;  // [N, Q, E]
+  // On a GPU, where token_begin cannot be looked at: N, and the most tokens that a row may have.
+  int64_t tokens = -1;
+  int max_tokens_per_row = 0;
 };
+using Attention = BasicAttention<float>;
 void attention(const Attention& args, Device& device, std::span<std::byte> workspace);
 
 // The bytes of `workspace` that any call with these heads needs. Contents are scratch; it starts at a multiple of
 // kAlignmentBytes.
 size_t attention_workspace_bytes(int query_heads, int kv_heads, int head_size, Device& device);
+
+// The same on a GPU, queued on its stream. Every pointer is of device memory, those of `pages`, `rows` and token_begin
+// too, and is read when the work runs; how the work is cut follows from the sizes alone, so a captured graph serves any
+// cursors. T: float, Bf16 or Fp16; of 16-bit types the weights of the softmax are rounded to T before they meet values.
+// Fast for 16-bit types, values of their own, head sizes to 256 that are multiples of 8, and pointers and strides that
+// are multiples of 16 bytes; right whatever they are. Up to 16 tokens a row (max_tokens_per_row) are a decoding step,
+// bound by reading the cache; more are prompts, whose rows are not split over their context.
+// A token's bits depend on its query, on the keys and values up to its position, on whether the step is a decoding step
+// or one of prompts, and, where the context is past 16 times 1024, on the row's length; never on other rows. A number
+// that is not finite among a token's values may become a NaN in the outputs of it and later tokens.
+// A row that names positions past the page table, pages past the pool, or more tokens than there may be has NaN for
+// outputs and CudaDevice::synchronize names it; its tokens may or may not have been written.
+template <typename T>
+void attention(const BasicAttention<T>& args, CudaDevice& device, std::span<std::byte> workspace);
+
+// The bytes of `workspace` that the call above needs: of the sizes in `args` alone, for at most so many rows, tokens a
+// row and pages a row.
+template <typename T>
+size_t attention_workspace_bytes(const BasicAttention<T>& args);
 
 }  // namespace replayssm

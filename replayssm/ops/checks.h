@@ -1,4 +1,4 @@
-// Internal to the convolution, the gates and the norms: the checks at their doors, for CPU and GPU alike.
+// Internal to attention, the convolution, the gates and the norms: the checks at their doors, for CPU and GPU alike.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <initializer_list>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/attention.h"
 #include "replayssm/ops/conv1d.h"
 #include "replayssm/ops/cuda_checks.h"
 #include "replayssm/ops/delta.h"
@@ -50,6 +51,27 @@ void check_norm_sizes(const char* op, const Norm& args, const char* what, int ve
   require(args.tokens >= 0 && vectors >= 0 && args.size > 0,
           "{}: expected tokens and {} >= 0 and size > 0, got {}, {} and {}", op, what, args.tokens, vectors, args.size);
   require(args.eps >= 0, "{}: expected eps >= 0, got {}", op, args.eps);
+}
+
+// The sizes of an attention and the arrays that every call has.
+template <typename T>
+void check_attention(const BasicAttention<T>& args) {
+  const BasicKvCache<T>& cache = args.cache;
+  require(cache.kv_heads > 0 && cache.head_size > 0 && cache.page_tokens > 0 && cache.pages >= 0,
+          "attention: expected kv_heads, head_size and page_tokens > 0, got {}, {} and {}", cache.kv_heads,
+          cache.head_size, cache.page_tokens);
+  require(cache.latent_size >= 0 && cache.latent_size <= cache.head_size,
+          "attention: expected latent_size 0 .. {} (head_size), got {}", cache.head_size, cache.latent_size);
+  require(args.query_heads > 0 && args.query_heads % cache.kv_heads == 0,
+          "attention: expected query_heads a multiple of {}, got {}", cache.kv_heads, args.query_heads);
+  const bool has_values = cache.latent_size == 0;
+  require(cache.k != nullptr && (cache.v != nullptr || !has_values) && args.pages.page_table != nullptr,
+          "attention: the cache and the page table must not be null");
+  require(has_values || (cache.v == nullptr && args.v == nullptr),
+          "attention: expected no values for a cache of latent_size {}, got some", cache.latent_size);
+  require(args.token_begin != nullptr && args.rows.slot != nullptr && args.rows.base != nullptr &&
+              args.rows.history != nullptr,
+          "attention: token_begin, slot, base and history must not be null");
 }
 
 template <typename T>

@@ -1,6 +1,6 @@
-// Internal to the CUDA state kernels: copies from memory to shared memory that run beside a warp's work: those that
-// each lane makes and awaits, and those of an Arrival. These the copy engine makes on Hopper and later, a piece an
-// instruction; before, the lanes of a warp do, 16 bytes each.
+// Internal to the CUDA kernels of states and caches: copies from memory to shared memory that run beside a warp's work:
+// those that each lane makes and awaits, and those of an Arrival. These the copy engine makes on Hopper and later, a
+// piece an instruction; before, the lanes of a warp do, 16 bytes each.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,11 @@ __device__ inline void commit_copies() {
 }
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
+}
+// All but the last kGroups groups of copies that this thread has committed.
+template <int kGroups>
+__device__ inline void wait_for_all_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // Makes shared memory as it is now known to the copy engine, which may write there next.
