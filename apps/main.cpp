@@ -9,6 +9,7 @@
 #include <string>
 
 #include "apps/command.h"
+#include "bench/attention.h"
 #include "bench/ops.h"
 #include "bench/roof.h"
 #include "replayssm/core/version.h"
@@ -118,6 +119,23 @@ void add_bench_ops(CLI::App& bench) {
   ops->callback([options] { bench::run_ops(*options); });
 }
 
+void add_bench_attention(CLI::App& bench) {
+  auto options = std::make_shared<bench::AttentionOptions>();
+  CLI::App* attention = bench.add_subcommand("attention", "Times attention over a paged cache on a GPU");
+  const auto add_list = [&](const char* name, auto& values, const std::string& text) {
+    attention->add_option(name, values, text)->delimiter(',')->allow_extra_args(false)->capture_default_str();
+  };
+  attention->add_option("--device", options->device, "cuda: a GPU")->capture_default_str();
+  add_list("--batch", options->batches, "Batch sizes, with commas between");
+  add_list("--context", options->contexts, "Positions of a row, its own tokens the last, with commas between");
+  add_list("--tokens", options->tokens, "Tokens of a row in a step; more than 16 are a prompt; with commas between");
+  add_list("--heads", options->heads, "Query heads:key/value heads:head size, with commas between");
+  attention->add_option("--page", options->page_tokens, "Positions of a page")->capture_default_str();
+  attention->add_option("--rounds", options->rounds, "Rounds to take the median of")->capture_default_str();
+  attention->add_option("--csv", options->csv, "File to append the figures to");
+  attention->callback([options] { bench::run_attention(*options); });
+}
+
 void add_bench_roof(CLI::App& bench) {
   auto options = std::make_shared<bench::RoofOptions>();
   CLI::App* roof = bench.add_subcommand("roof", "Measures how fast memory is read and updated");
@@ -130,6 +148,7 @@ void add_bench(CLI::App& command) {
   CLI::App* bench = command.add_subcommand("bench", "Times the ops on this machine");
   bench->require_subcommand(1);
   add_bench_ops(*bench);
+  add_bench_attention(*bench);
   add_bench_roof(*bench);
 }
 

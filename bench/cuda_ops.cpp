@@ -5,7 +5,6 @@
 #ifdef REPLAYSSM_HAS_CUDA
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -20,21 +19,13 @@
 #include "bench/cuda_memory.h"
 #include "bench/cuda_roof.h"
 #include "bench/cuda_rows.h"
+#include "bench/cuda_timing.h"
 #include "bench/cursor_cycle.h"
 #include "bench/machine.h"
 #include "replayssm/core/cuda_device.h"
 
 namespace replayssm::bench {
 namespace {
-
-constexpr int kWarmUps = 3;
-// After memory has been taken an H200 needs some 30 ms until it is as fast as it stays: before, conventional steps of
-// batch 256 take a tenth longer.
-constexpr std::chrono::milliseconds kFirstWarmUp{300};
-// States in rotation are read in this many bytes at least, and four times the L2 cache, before one is read again.
-constexpr double kRotationBytes = 400e6;
-// A graph moves this much at least, so that its launch is a small part of its time.
-constexpr double kGraphBytes = 2e9;
 
 // One line of the table.
 struct Case {
@@ -116,8 +107,7 @@ class LayerTiming {
 
   int sets_of(const Case& timed) const {
     const double read = timed.batch * Layer::bytes(shape_).checkpoint * (is_half_read(timed) ? 0.5 : 1.0);
-    const double rotation = std::max(kRotationBytes, 4.0 * static_cast<double>(device_.properties().l2_bytes));
-    return std::max(2, static_cast<int>(std::ceil(rotation / read)));
+    return std::max(2, static_cast<int>(std::ceil(rotation_bytes(device_) / read)));
   }
 
   CudaLayerSize size_of(const Case& timed) const {
@@ -200,27 +190,11 @@ class LayerTiming {
   template <typename Call>
   void time(Layer& layer, int calls, const Call& call, OpsResult& result) {
     check_outputs(layer, calls, call, result);
-    CudaGraph graph(device_, [&] {
-      for (int i = 0; i < calls; ++i) call(i);
-    });
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < kWarmUps || (is_first_ && std::chrono::steady_clock::now() - start < kFirstWarmUp); ++i) {
-      graph.launch();
-      device_.synchronize();
-    }
+    const CudaTimes times = time_calls(calls, call, options_.rounds, is_first_, device_);
     is_first_ = false;
-    CudaTimer timer(device_);
-    timer.mark();
-    for (int round = 0; round < options_.rounds; ++round) {
-      graph.launch();
-      timer.mark();
-    }
-    std::vector<double> us = timer.intervals_us();
-    for (double& interval : us) interval /= calls;
-    std::ranges::sort(us);
-    result.us_median = us[us.size() / 2];
-    result.us_min = us.front();
-    result.us_p95 = us[us.size() * 95 / 100];
+    result.us_median = times.us_median;
+    result.us_min = times.us_min;
+    result.us_p95 = times.us_p95;
     check_outputs(layer, calls, call, result);
   }
 
@@ -228,16 +202,7 @@ class LayerTiming {
   // or mostly zeros.
   template <typename Call>
   void check_outputs(Layer& layer, int calls, const Call& call, const OpsResult& result) {
-    using Out = typename Layer::Output;
-    const DeviceBuffer<OutputCounts> counts(1, device_);
-    device_.fill_words(counts.data(), 0, sizeof(OutputCounts) / sizeof(uint32_t));
-    for (int i = 0; i < calls; ++i) {
-      device_.fill_words(layer.out(), kPoison<Out>, layer.out_count() * sizeof(Out) / sizeof(uint32_t));
-      call(i);
-      count_outputs(layer.out(), layer.out_count(), counts.data(), device_);
-    }
-    device_.synchronize();
-    const OutputCounts found = counts.download(device_)[0];
+    const OutputCounts found = counts_of_calls(calls, call, layer.out(), layer.out_count(), device_);
     const uint64_t total = uint64_t{layer.out_count()} * calls;
     require(found.not_finite == 0 && found.zero < total / 2,
             "bench ops: {} {} {}, batch {}, window {}, {} tokens: of {} outputs {} are not finite, {} are zero",
