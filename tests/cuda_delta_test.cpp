@@ -75,6 +75,32 @@ TEST_F(CudaDelta, StridesAndSeparateCheckpoints) {
   strides_and_separate_checkpoints<CudaDeltaFamily<false, Bf16>>();
 }
 
+// A key or a query whose squares overflow is normalised to zero, however it is read out.
+template <typename Family>
+void large_tokens_stay_finite(float large) {
+  const DeltaShape shape = Family::shape(4, 2, 64, 16);
+  CudaDevice device;
+  std::mt19937_64 random(52);
+  typename Family::Rig rig(shape, 1, 8, 4, device);
+  for (int step = 0; step < 5; ++step) {
+    typename Family::Inputs inputs(shape, 4, random);
+    for (int t : {0, 2})
+      for (int i = 0; i < 2 * 64; ++i) {
+        if (step % 3 != 0) inputs.k[t * 2 * 64 + i] = i % 2 == 0 ? large : -large;
+        if (step % 3 != 1) inputs.q[t * 2 * 64 + i] = large;
+      }
+    EXPECT_TRUE(is_finite(rig.decode({0}, 4, inputs.tokens(), step < 3 ? Readout::kDirect : Readout::kExact))) << step;
+    rig.commit(0, 3);
+  }
+}
+
+TEST_F(CudaDelta, LargeTokensStayFinite) {
+  large_tokens_stay_finite<CudaGdnFamily>(3e38f);
+  large_tokens_stay_finite<CudaKdaFamily>(3e38f);
+  large_tokens_stay_finite<CudaDeltaFamily<false, Bf16>>(3e38f);
+  large_tokens_stay_finite<CudaDeltaFamily<true, Bf16>>(1e25f);
+}
+
 TEST_F(CudaDelta, RefusesTokensThatTheContractForbids) {
   using Rig = CudaDeltaFamily<false, Fp16>::Rig;
   const DeltaShape shape = {4, 2, 32, 16, 1};

@@ -389,8 +389,7 @@ TYPED_TEST_P(CudaRecurrence, LargeBatchesAreTheirRows) {
   batch_is_its_groups<TypeParam>(TypeParam::shape(2, 1, 128, 16), 300, 5, 2, 8, {1, 40, 7, 130, 2, 64, 56});
 }
 
-// On an H200 whole heads a block, several a block and as many places for records as they come with their keys have;
-// small groups are cut into blocks of 32 rows, which have one place.
+// On an H200 units of whole heads, of which a block has several in turn, and of 32 rows in small groups.
 TYPED_TEST_P(CudaRecurrence, ServingBatchesAreTheirRows) {
   using Short = typename TypeParam::template With<Bf16, Bf16>;
   const std::vector<int> sizes = {1, 7, 2, 8, 5};

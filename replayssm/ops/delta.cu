@@ -1,5 +1,6 @@
 // The delta rule on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step,
-// materialise; replay steps are replay.cuh's, prefill prefill.cu's.
+// materialise, and replay steps whose records have no room elsewhere; replay steps are replay.cuh's, prefill
+// prefill.cu's.
 #include "replayssm/ops/delta.h"
 
 #include <algorithm>

@@ -1,10 +1,11 @@
-// Mamba-2 on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step, materialise;
-// replay steps are replay.cuh's, prefill prefill.cu's.
+// Mamba-2 on GPUs. The kernel here has a warp for every slice and runs the recurrence: conventional step, materialise,
+// and replay steps whose records have no room elsewhere; replay steps are replay.cuh's, prefill prefill.cu's.
 #include "replayssm/ops/mamba2.h"
 
 #include <algorithm>
 
 #include "replayssm/ops/cuda_checks.h"
+#include "replayssm/ops/launch.cuh"
 #include "replayssm/ops/prefill.h"
 #include "replayssm/ops/replay.cuh"
 #include "replayssm/ops/ring.h"

@@ -235,8 +235,9 @@ struct ReplayBlock {
     arrival.end();
   }
 
-  // Begins to read the warp's slice of a unit.
+  // Begins to read the warp's slice of a unit: when all of its lanes have seen the one before arrive, and read it.
   __device__ void copy_slice(const ReplayUnit& u) const {
+    __syncwarp();
     const int rows = has_state(u) ? slice_rows(u) : 0;
     const bool hi_alone = u.kind == UnitKind::kDirect;
     Arrival<false>& arrival = schedule().slices[warp()];
@@ -268,8 +269,8 @@ struct ReplayBlock {
 
   // --- The walk. ---
 
-  // Makes of the records what the updates take, and keeps the tokens in the ring; for all warps, or where there are
-  // several without the two that have other work.
+  // Makes of the records what the updates take, and keeps the tokens in the ring; for all warps, or of more than three
+  // for those that have no other work.
   __device__ void convert(int index) const {
     const ReplayUnit& u = unit(index);
     const int me = lane(), quad = 4 * me, warps = converting_warps();
@@ -357,10 +358,12 @@ struct ReplayBlock {
         const float second = to_number(of_values[j * args.plan.unit_values + 8]);
         const float decay = of_gates[j], strength = of_gates[args.plan.records + j];
         const VectorQuads key(of_keys + j * K, me);
+        // Shared memory gives a multiprocessor 128 bytes a cycle: a key read twice a record would bound the walk.
         if constexpr (kPerChannel)
-          delta_update<true>(state, key, VectorQuads(of_decays + j * K, me), decay, strength, first, second);
+          delta_update<true>(state, KeptVector<State::kQuads>(key), VectorQuads(of_decays + j * K, me), decay, strength,
+                             first, second);
         else if constexpr (kIsDelta)
-          delta_update<false>(state, key, key, decay, strength, first, second);
+          delta_update<false>(state, KeptVector<State::kQuads>(key), key, decay, strength, first, second);
         else
           mamba2_update(state, key, decay, __fmul_rn(strength, first), __fmul_rn(strength, second));
       }
@@ -421,7 +424,8 @@ struct ReplayBlock {
     float product = sums[2];
     if constexpr (kIsDelta) {
       const float of_query = __fmul_rn(scale_of(sums[0]), args.query_factor), scale = scale_of(sums[1]);
-      product = __fmul_rn(__fmul_rn(product, scale), of_query);
+      // A vector whose squares overflow is normalised to zero.
+      product = scale == 0 || of_query == 0 ? 0.0f : __fmul_rn(__fmul_rn(product, scale), of_query);
       w = scaled(w, of_query);
       key = scaled(key, scale);
       if (appends_key(u) && me == 0) args.ring_scale[of_key_head + at] = scale;
@@ -518,12 +522,9 @@ struct ReplayBlock {
   __device__ void read_tokens(int index, int first) const {
     const ReplayUnit& u = unit(index);
     const int me = lane(), c = me % 4, stride = args.plan.records;
-    RowSums sums[1][kCount][2];
-    State::template add_shared<kCount, 1>(sums, slice(), 0, queries(index) + first * K);
-    if (first + kCount == args.tokens) {  // the slice has left shared memory
-      __syncwarp();
-      copy_slice(unit(index + 1));
-    }
+    RowSums sums[kCount][2];
+    State::template add_shared<kCount>(sums, slice(), queries(index) + first * K);
+    if (first + kCount == args.tokens) copy_slice(unit(index + 1));  // the slice has left shared memory
     const T* of_values = values(index) + warp() * kSliceRows + me / 4;
     const float* of_weights = weights(index) + first * stride;
     const int end = u.history + first + kCount;
@@ -537,14 +538,13 @@ struct ReplayBlock {
         if (kCount > 1 && j > u.history + first + t) continue;
         const float weight = of_weights[t * stride + j];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          sums[0][t][half].of[0] = __fmaf_rn(weight, v[half], sums[0][t][half].of[0]);
+        for (int half = 0; half < 2; ++half) sums[t][half].of[0] = __fmaf_rn(weight, v[half], sums[t][half].of[0]);
       }
     }
     const int row = output_row(me);
 #pragma unroll
     for (int t = 0; t < kCount; ++t) {
-      const float y[2] = {sums[0][t][0].total(), sums[0][t][1].total()};
+      const float y[2] = {sums[t][0].total(), sums[t][1].total()};
       if (has_output(me) && row < slice_rows(u))
         write_out(u, first + t, warp() * kSliceRows + row, c == 0 ? y[0] : y[1]);
     }
@@ -572,7 +572,7 @@ struct ReplayBlock {
 
   // A unit at a time. The last warp looks ahead, the last but one fetches.
   __device__ void run() const {
-    const int warps = blockDim.x / 32;
+    const int warps = blockDim.x / 32, fetcher = max(0, warps - 2);
     if (threadIdx.x < kAhead) schedule().number[threadIdx.x] = blockIdx.x + threadIdx.x * gridDim.x;
     if (threadIdx.x < 2) schedule().records[threadIdx.x].initialise();
     if (threadIdx.x < warps) schedule().slices[threadIdx.x].initialise();
@@ -595,14 +595,14 @@ struct ReplayBlock {
     }
     __syncthreads();
     copy_slice(unit(0));
-    if (warp() == max(0, warps - 2))
+    if (warp() == fetcher)
       for (int index = 0; index < 2; ++index) copy_records(index);
     prepare(0);
     schedule().records[0].wait(0);
     __syncthreads();
 #pragma unroll 1
     for (int index = 0; unit(index).kind != UnitKind::kNone; ++index) {
-      const bool is_fetching = warp() == max(0, warps - 2), fetches_first = args.plan.shared.raw_places == 3;
+      const bool is_fetching = warp() == fetcher, fetches_first = args.plan.shared.raw_places == 3;
       if (is_looking) look_ahead(index, answer);
       if (is_fetching && fetches_first) copy_records(index + 2);
       if (unit(index).kind == UnitKind::kWalk) {
@@ -621,7 +621,7 @@ struct ReplayBlock {
       *args.asked = 0;
   }
 
-  // Makes a unit's tokens ready, if it is to be read out directly; for all warps, a token each.
+  // Makes a unit's tokens ready, if it is to be read out directly; for all warps, which have tokens in turn.
   __device__ void prepare(int index) const {
     if (unit(index).kind != UnitKind::kDirect || warp() >= args.tokens) return;
     schedule().records[index % 2].wait(index / 2);
@@ -637,7 +637,6 @@ struct ReplayBlock {
     if (has_rows) {
       State state;
       state.take(slice());
-      __syncwarp();
       copy_slice(unit(index + 1));
       return walk(index, state);
     }

@@ -61,11 +61,18 @@ ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
       plan.shared = shared;
       plan.blocks = blocks;
     }
-    // Units of whole heads, unless smaller ones let a quarter more warps be there (96 x 80 x 128 at L 4 with 16 warps
-    // in units of 32 rows instead of 15 in whole heads: 354 us, of L 8 in whole heads 280); with few units smaller
-    // ones, so that all multiprocessors have work.
-    const int64_t few = int64_t{gpu.multiprocessors} * (best.warps > 4 ? 32 : 2);
-    if (best.blocks == 0 || 4 * plan.blocks * plan.warps >= 5 * best.blocks * best.warps || best.units < few)
+    const int warps = plan.blocks * plan.warps, of_best = best.blocks * best.warps;
+    const auto is_below = [&](int units_a_multiprocessor) {
+      return best.units < static_cast<uint32_t>(units_a_multiprocessor * gpu.multiprocessors);
+    };
+    // Units of whole heads, unless smaller ones let a quarter more warps be there (an H200, 96 x 80 x 128 at L 4: 15 in
+    // whole heads take 311 us, 16 in units of 32 rows 354), or cost none where there are few units (32 heads of 128 x
+    // 128, batch 32, L 8: 34 us in whole heads, 32 in halves); and with very few so that all multiprocessors have work.
+    // Where there are many, one block of eight warps is better than two of four (a gate a channel, batch 256, L 16: 254
+    // and 279 us).
+    const bool is_even = sizes.values % values == 0;
+    if (best.blocks == 0 || 4 * warps >= 5 * of_best || is_below(2) ||
+        (is_even && warps >= of_best && best.warps > 4 && is_below(32)))
       best = plan;
     if (values <= 2 * kSliceRows) return best;
   }

@@ -128,38 +128,32 @@ struct StagedSlice {
     second = sums[1].total();
   }
 
-  // Adds to sums the products of rows r and r + 8 of kSlices slices in shared memory, words or hi halves, `distance`
-  // bytes from one to the next, with kCount vectors [kCount][K].
-  template <int kCount, int kSlices>
-  __device__ static void add_shared(RowSums (&sums)[kSlices][kCount][2], const char* shared, int distance,
-                                    const float* vectors) {
+  // Adds to sums the products of rows r and r + 8 of a slice in shared memory, words or hi halves, with kCount vectors
+  // [kCount][K].
+  template <int kCount>
+  __device__ static void add_shared(RowSums (&sums)[kCount][2], const char* shared, const float* vectors) {
     const int lane = fresh_thread() % 32, r = lane / 4;
     const LaneQuads<16> of_vectors(vectors, lane);
     const auto add = [&](const auto& quads, int row_bytes, const auto& number_of) {
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
-        float4 x[kSlices][2];
+        float4 x[2];
 #pragma unroll
-        for (int s = 0; s < kSlices; ++s)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) x[s][half] = number_of(quads[s].at(i, half * 8 * row_bytes));
+        for (int half = 0; half < 2; ++half) x[half] = number_of(quads.at(i, half * 8 * row_bytes));
 #pragma unroll
         for (int t = 0; t < kCount; ++t) {
           const float4 y = *reinterpret_cast<const float4*>(of_vectors.at(i, t * kWordRow));
 #pragma unroll
-          for (int s = 0; s < kSlices; ++s)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) sums[s][t][half].add(i, x[s][half], y);
+          for (int half = 0; half < 2; ++half) sums[t][half].add(i, x[half], y);
         }
       }
     };
-    if constexpr (kIsWords) {
-      const LaneQuads<16> words[2] = {{shared + r * kWordRow, lane}, {shared + distance + r * kWordRow, lane}};
-      add(words, kWordRow, [](const char* at) { return *reinterpret_cast<const float4*>(at); });
-    } else {
-      const LaneQuads<8> halves[2] = {{shared + r * kHalfRow, lane}, {shared + distance + r * kHalfRow, lane}};
-      add(halves, kHalfRow, [](const char* at) { return to_numbers(Quad<Bf16>{*reinterpret_cast<const uint2*>(at)}); });
-    }
+    if constexpr (kIsWords)
+      add(LaneQuads<16>(shared + r * kWordRow, lane), kWordRow,
+          [](const char* at) { return *reinterpret_cast<const float4*>(at); });
+    else
+      add(LaneQuads<8>(shared + r * kHalfRow, lane), kHalfRow,
+          [](const char* at) { return to_numbers(Quad<Bf16>{*reinterpret_cast<const uint2*>(at)}); });
   }
 
  private:

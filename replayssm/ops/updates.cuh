@@ -23,29 +23,44 @@ __device__ inline float query_scale(float key_scale, int key_size) {
   return __fmul_rn(key_scale, __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(key_size))));
 }
 
-// One token of the delta rule: decay, d = beta (v - S k^), S += d k^^T; v_first and v_second of a lane's two rows.
+// A vector's quads of a lane in registers.
+template <int kQuads>
+struct KeptVector {
+  float4 quads[kQuads];
+
+  template <typename Vector>
+  __device__ explicit KeptVector(const Vector& vector) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) quads[i] = vector[i];
+  }
+  __device__ float4 operator[](int i) const {
+    return quads[i];
+  }
+};
+
+// One token of the delta rule: decay, d = beta (v - S k^), S += d k^^T; v_first and v_second of a lane's two rows. The
+// key is read twice.
 template <bool kPerChannel, typename Slice, typename Vector, typename Decays>
 __device__ void delta_update(Slice& slice, const Vector& k, const Decays& decays, float decay, float beta,
                              float v_first, float v_second) {
-  float4 x[Slice::kQuads];
-#pragma unroll
-  for (int i = 0; i < Slice::kQuads; ++i) x[i] = k[i];
   RowSums sums[2];
 #pragma unroll
   for (int i = 0; i < Slice::kQuads; ++i) {
+    const float4 x = k[i];
     const float4 a = kPerChannel ? decays[i] : make_float4(decay, decay, decay, decay);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       slice.rows[half][i] = multiplied(slice.rows[half][i], a);
-      sums[half].add(i, slice.rows[half][i], x[i]);
+      sums[half].add(i, slice.rows[half][i], x);
     }
   }
   const float d[2] = {__fmul_rn(beta, __fsub_rn(v_first, sums[0].total())),
                       __fmul_rn(beta, __fsub_rn(v_second, sums[1].total()))};
 #pragma unroll
   for (int i = 0; i < Slice::kQuads; ++i) {
+    const float4 x = k[i];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) slice.rows[half][i] = multiply_added(x[i], d[half], slice.rows[half][i]);
+    for (int half = 0; half < 2; ++half) slice.rows[half][i] = multiply_added(x, d[half], slice.rows[half][i]);
   }
 }
 
