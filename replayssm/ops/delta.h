@@ -132,8 +132,8 @@ void delta_materialise(const DeltaMaterialise& args, Device& device, std::span<s
 // key_size: a multiple of 16, at most 128; window + tokens_per_row at most 64; tokens_per_row at most 16. Pointers and
 // strides are multiples of 16 bytes (beta and one gate a head excepted), workspace may be empty. A prefill runs the
 // step's update token by token: its outputs and state have the bits of that many steps. A row whose slot or checkpoint
-// lies outside the pool has NaN for outputs, and CudaDevice::synchronize names it. Where a decode's records have no room
-// in a block's shared memory, a direct readout is an exact one.
+// lies outside the pool has NaN for outputs, and CudaDevice::synchronize names it. Where a decode's records have no
+// room in a block's shared memory, a direct readout is an exact one.
 template <typename T, typename Out>
 void delta_step(const BasicDeltaStep<T, Out>& args, CudaDevice& device, std::span<std::byte> workspace);
 template <typename T, typename Out>
