@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Times the state-space ops on this machine's GPU and appends to a CSV, the figures that matter most first:
 #   tools/gpu_bench.sh [quick|full] [CSV]      (full, bench/results/h200.csv)
-# full: the target table at batch 256, whole layer steps, sweeps over batches, windows and tokens, and prefill, some
-# minutes; quick: batch 256, 32 and 1 of the table, about one. Uses build/cuda/replayssm as it is; builds it if it is not
-# there. Wants an idle GPU.
+# full: the target table at batch 256, whole layer steps, sweeps over batches, windows and tokens, prefill, and attention
+# (to CSV-attention), some minutes; quick: batch 256, 32 and 1 of the table, about one. Uses build/cuda/replayssm as it is;
+# builds it if it is not there. Wants an idle GPU.
 set -euo pipefail
 root=$(dirname "$(dirname "$(readlink -f "$0")")")
 extent=${1:-full}
@@ -57,6 +57,8 @@ else
     bench "$shape" --batch 256,32 --window 4,8,16,32 --tokens 1,2,4,8 --decode replay --read bf16
     bench "$shape" --batch 1 --decode conventional --prefill 512,4096x8
   done
+  "$program" bench attention --device cuda --csv "${csv%.csv}-attention.csv" --batch 256,32,1 --context 1024,8192 \
+    --tokens 1,4 --heads 32:8:128,16:4:256,40:8:128,16:8:64 || failures=$((failures + 1))
 fi
 echo "gpu_bench.sh: $((SECONDS - start)) s, $failures of the runs failed; figures in $csv"
 [ "$failures" -eq 0 ]
