@@ -289,7 +289,7 @@ __device__ void run_recurrence(const DeltaUnit<T>& unit, int first, uint4* share
 template <int K, bool kPerChannel, typename T>
 __device__ void run_slice(const DeltaUnit<T>& unit, uint4* shared) {
   Slice<K>::begin_read(shared, place_of(unit, unit.row.checkpoint_in, unit.first_value), unit.args.state.checkpoint,
-                       unit.values, unit.shape().key_size, unit.args.state.form, /*hi_alone=*/false);
+                       unit.values, unit.shape().key_size, unit.args.state.form);
   run_recurrence<K, kPerChannel>(unit, unit.first_value, shared);
 }
 

@@ -153,7 +153,7 @@ __device__ void run_slice(const Mamba2Unit<T>& unit, int first, uint4* shared) {
   // The slice's shared memory, once the slice has left it, holds the vectors of two records in turn.
   auto* vectors = reinterpret_cast<float*>(shared);
   Slice<K>::begin_read(shared, unit.place(unit.row.checkpoint_in, first), args.state.checkpoint, values, state_size,
-                       args.state.form, /*hi_alone=*/false);
+                       args.state.form);
   const auto write = [&](const Slice<K>& slice) {
     slice.write(unit.place(unit.row.checkpoint_out, first), args.state.checkpoint, values, state_size, args.state.form);
   };

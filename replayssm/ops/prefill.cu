@@ -403,7 +403,7 @@ struct PrefillBlock {
 #pragma unroll
       for (int s = 0; s < kSlices; ++s)
         Slice<K>::begin_read(slice_memory(first_slice + s), place(unit().rows_in, first_slice + s), args.checkpoint,
-                             slice_rows(first_slice + s), args.key_size, args.form, /*hi_alone=*/false);
+                             slice_rows(first_slice + s), args.key_size, args.form);
       wait_for_copies();
       __syncwarp();
 #pragma unroll

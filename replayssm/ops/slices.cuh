@@ -132,9 +132,9 @@ struct Slice {
 
   float4 rows[2][kQuads];
 
-  // Begins to read `rows` rows; with hi_alone (planes only) one half of them.
+  // Begins to read `rows` rows.
   __device__ static void begin_read(uint4* shared, const HeadPlace& place, const float* checkpoint, int rows,
-                                    int key_size, CheckpointForm form, bool hi_alone) {
+                                    int key_size, CheckpointForm form) {
     const bool is_whole = rows == kSliceRows && key_size == K;
     if (form == CheckpointForm::kWords) {
       copy_rows<kWordChunks, 2>(shared, is_whole, rows, key_size / 4,
@@ -143,9 +143,8 @@ struct Slice {
       const auto* halves = reinterpret_cast<const uint16_t*>(checkpoint);
       copy_rows<kHalfChunks, 4>(shared, is_whole, rows, key_size / 8,
                                 [&](int row) { return reinterpret_cast<const uint4*>(halves + place.hi(row)); });
-      if (!hi_alone)
-        copy_rows<kHalfChunks, 4>(shared + kSliceRows * kHalfChunks, is_whole, rows, key_size / 8,
-                                  [&](int row) { return reinterpret_cast<const uint4*>(halves + place.lo(row)); });
+      copy_rows<kHalfChunks, 4>(shared + kSliceRows * kHalfChunks, is_whole, rows, key_size / 8,
+                                [&](int row) { return reinterpret_cast<const uint4*>(halves + place.lo(row)); });
     }
     commit_copies();
   }
