@@ -4,18 +4,16 @@
 
 #ifdef REPLAYSSM_HAS_CUDA
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <ctime>
 #include <fstream>
 #include <numeric>
 #include <random>
 #include <span>
 
+#include "bench/csv.h"
 #include "bench/cuda_roof.h"
 #include "bench/cuda_timing.h"
 #include "bench/machine.h"
@@ -135,24 +133,16 @@ class AttentionRig {
   DeviceBuffer<std::byte> workspace_;
 };
 
-void append_csv(const AttentionOptions& options, const CudaDevice& device, const AttentionCase& timed,
-                const CudaTimes& times, double roof) {
-  struct stat existing;
-  const bool is_new = stat(options.csv.c_str(), &existing) != 0 || existing.st_size == 0;
-  std::ofstream file(options.csv, std::ios::app);
-  if (is_new)
-    file << "date,machine,op,heads,device,batch,tokens,context,page,us_median,us_min,us_p95,bytes,roof_gb_s,roof_share,"
-            "tflops\n";
-  char date[16];
-  const std::time_t now = std::time(nullptr);
-  std::strftime(date, sizeof(date), "%Y-%m-%d", std::localtime(&now));
+void append_figures(const std::string& csv, const CudaDevice& device, const AttentionCase& timed,
+                    const CudaTimes& times, double roof) {
   const double seconds = times.us_median * 1e-6;
-  file << fmt::format("{},{},attention,{},{},{},{},{},{},{:.2f},{:.2f},{:.2f},{:.0f},{:.2f},{:.3f},{:.2f}\n", date,
-                      device.properties().name, timed.name, cuda_device_label(device), timed.batch, timed.tokens,
-                      timed.context, timed.page_tokens, times.us_median, times.us_min, times.us_p95, timed.bytes(),
-                      roof * 1e-9, timed.bytes() / seconds / roof, timed.operations() / seconds * 1e-12);
-  file.flush();
-  require(file.good(), "csv: cannot write '{}'", options.csv);
+  append_csv(
+      csv,
+      "machine,op,heads,device,batch,tokens,context,page,us_median,us_min,us_p95,bytes,roof_gb_s,roof_share,tflops",
+      fmt::format("{},attention,{},{},{},{},{},{},{:.2f},{:.2f},{:.2f},{:.0f},{:.2f},{:.3f},{:.2f}",
+                  device.properties().name, timed.name, cuda_device_label(device), timed.batch, timed.tokens,
+                  timed.context, timed.page_tokens, times.us_median, times.us_min, times.us_p95, timed.bytes(),
+                  roof * 1e-9, timed.bytes() / seconds / roof, timed.operations() / seconds * 1e-12));
 }
 
 CudaTimes time_case(const AttentionCase& timed, int rounds, bool is_first, CudaDevice& device) {
@@ -212,7 +202,7 @@ void run_attention(const AttentionOptions& options) {
                timed.context, timed.tokens, times.us_median, times.us_min, times.us_p95, timed.bytes() * 1e-6,
                100 * timed.bytes() / seconds / roof, timed.operations() / seconds * 1e-12);
     std::fflush(stdout);
-    if (!options.csv.empty()) append_csv(options, device, timed, times, roof);
+    if (!options.csv.empty()) append_figures(options.csv, device, timed, times, roof);
   }
 }
 

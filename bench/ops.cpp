@@ -1,18 +1,17 @@
 #include "bench/ops.h"
 
 #include <fmt/ranges.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <ctime>
 #include <fstream>
 #include <optional>
 #include <variant>
 
+#include "bench/csv.h"
 #include "bench/cuda_ops.h"
 #include "bench/cursor_cycle.h"
 #include "bench/layers.h"
@@ -147,21 +146,13 @@ void run_cpu_ops(const OpsOptions& options, const Layer& layer, const std::vecto
   for (const OpsResult& result : results) show(machine, result);
 }
 
-void append_csv(const OpsOptions& options, const OpsMachine& machine, const OpsResult& r) {
-  struct stat existing;
-  const bool is_new = stat(options.csv.c_str(), &existing) != 0 || existing.st_size == 0;
-  std::ofstream file(options.csv, std::ios::app);
-  if (is_new)
-    file << "date,machine,op,shape,device,batch,tokens,accepted,window,read,recurrence,decode,us_median,us_min,us_p95,"
-            "bytes,roof_gb_s,roof_share\n";
-  char date[16];
-  const std::time_t now = std::time(nullptr);
-  std::strftime(date, sizeof(date), "%Y-%m-%d", std::localtime(&now));
-  file << fmt::format("{},{},{},{},{},{},{},{:g},{},{},fp32,{},{:.2f},{:.2f},{:.2f},{:.0f},{:.2f},{:.3f}\n", date,
-                      machine.name, r.op, options.shape, machine.device, r.batch, r.tokens, r.accepted, r.window,
-                      r.read, r.decode, r.us_median, r.us_min, r.us_p95, r.bytes, r.roof_gb_s, r.roof_share);
-  file.flush();
-  require(file.good(), "csv: cannot write '{}'", options.csv);
+void append_figures(const OpsOptions& options, const OpsMachine& machine, const OpsResult& r) {
+  append_csv(options.csv,
+             "machine,op,shape,device,batch,tokens,accepted,window,read,recurrence,decode,us_median,us_min,us_p95,"
+             "bytes,roof_gb_s,roof_share",
+             fmt::format("{},{},{},{},{},{},{:g},{},{},fp32,{},{:.2f},{:.2f},{:.2f},{:.0f},{:.2f},{:.3f}", machine.name,
+                         r.op, options.shape, machine.device, r.batch, r.tokens, r.accepted, r.window, r.read, r.decode,
+                         r.us_median, r.us_min, r.us_p95, r.bytes, r.roof_gb_s, r.roof_share));
 }
 
 void print_heading(const OpsOptions& options, const OpsMachine& machine) {
@@ -284,7 +275,7 @@ void run_ops(const OpsOptions& given) {
   const auto show = [&](const OpsMachine& machine, const OpsResult& result) {
     if (std::exchange(is_first, false)) print_heading(options, machine);
     print_result(result);
-    if (!options.csv.empty()) append_csv(options, machine, result);
+    if (!options.csv.empty()) append_figures(options, machine, result);
   };
   (options.device == "cuda" ? run_cuda_ops : run_cpu_ops)(options, layers().at(options.shape), prompts, show);
 }
