@@ -11,6 +11,7 @@
 #include "tests/bad_input.h"
 #include "tests/ref/experts.h"
 #include "tests/ref/linear.h"
+#include "tests/router_cases.h"
 #include "tests/tolerance.h"
 
 namespace replayssm {
@@ -19,37 +20,9 @@ namespace {
 using namespace replayssm::test;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-struct RouterCase {
-  const char* name;
-  int experts, top_k;
-  RouterConfig router;
-};
-
-const RouterCase kCases[] = {
-    {"one expert", 1, 1, {}},
-    {"all experts", 5, 5, {}},
-    {"Qwen3.5", 256, 8, {}},
-    {"softmax, plain weights", 12, 3, {.is_normalised = false}},
-    {"softmax, correction", 12, 3, {.has_correction = true, .scale = 1.5}},
-    {"Nemotron-3", 512, 22, {.scores = RouterScores::kSigmoid, .has_correction = true, .scale = 5.0}},
-    {"Kimi-Linear", 256, 8, {.scores = RouterScores::kSigmoid, .has_correction = true, .scale = 2.446}},
-    {"groups",
-     256,
-     8,
-     {.scores = RouterScores::kSigmoid, .has_correction = true, .groups = 8, .top_groups = 4, .scale = 2.5}},
-    {"groups of two, no slack", 14, 6, {.scores = RouterScores::kSigmoid, .groups = 7, .top_groups = 3}},
-    {"sigmoid, plain weights", 9, 4, {.scores = RouterScores::kSigmoid, .is_normalised = false, .scale = 0.5}},
-};
-
-// What a router gives for a batch; poisoned before.
-struct Routed {
-  std::vector<int32_t> expert;
-  std::vector<float> weight;
-};
-
-Routed route(const RouterCase& c, std::span<const float> logits, const std::vector<float>& correction, Device& device) {
+Routed route_on(Device& device, const RouterCase& c, const std::vector<float>& logits,
+                const std::vector<float>& correction) {
   const int64_t tokens = static_cast<int64_t>(logits.size()) / c.experts;
   Routed routed{std::vector<int32_t>(tokens * c.top_k, -1), poisoned(tokens * c.top_k)};
   std::vector<double> workspace(route_experts_workspace_bytes(c.experts, device) / sizeof(double),
@@ -67,123 +40,53 @@ Routed route(const RouterCase& c, std::span<const float> logits, const std::vect
   return routed;
 }
 
-// The largest relative error of a token's weights, infinity where the experts differ.
-double route_error(const RouterCase& c, const std::vector<float>& logits, const std::vector<float>& correction,
-                   const Routed& routed) {
-  double worst = 0;
-  for (size_t n = 0; n < logits.size() / c.experts; ++n) {
-    const ref::Choices expected =
-        ref::route(std::span(logits).subspan(n * c.experts, c.experts), correction, c.router, c.top_k);
-    std::vector<double> weights;
-    for (int i = 0; i < c.top_k; ++i) {
-      if (expected[i].first != routed.expert[n * c.top_k + i]) return kInfinity;
-      weights.push_back(expected[i].second);
-    }
-    worst = std::max(worst, relative_error(std::span(routed.weight).subspan(n * c.top_k, c.top_k), weights));
-  }
-  return worst;
+Route route_with(Device& device) {
+  return [&](const RouterCase& c, const std::vector<float>& logits, const std::vector<float>& correction) {
+    return route_on(device, c, logits, correction);
+  };
 }
 
 TEST(Experts, RouteMatchesTheOracle) {
-  for (const RouterCase& c : kCases) {
-    std::mt19937_64 random(1);
-    const std::vector<float> logits = random_normal(random, 37 * c.experts, 2.0f);
-    const std::vector<float> correction = random_normal(random, c.experts, 0.3f);
-    Routed first;
-    for (int threads : {1, 2, 3}) {
-      Device device(threads);
-      const Routed routed = route(c, logits, correction, device);
-      EXPECT_LE(route_error(c, logits, correction, routed), kFloat32Bound) << c.name;
-      if (threads == 1) first = routed;
-      EXPECT_EQ(routed.expert, first.expert);
-      EXPECT_TRUE(same_bits(routed.weight, first.weight));
+  std::vector<Routed> first;
+  for (int threads : {1, 2, 3}) {
+    Device device(threads);
+    const std::vector<Routed> routed = routing_matches_the_oracle(route_with(device));
+    if (threads == 1) first = routed;
+    for (size_t i = 0; i < routed.size(); ++i) {
+      EXPECT_EQ(routed[i].expert, first[i].expert);
+      EXPECT_TRUE(same_bits(routed[i].weight, first[i].weight));
     }
   }
 }
 
 TEST(Experts, EveryPartOfARouterIsSeen) {
-  const RouterCase good{
-      "good",
-      32,
-      4,
-      {.scores = RouterScores::kSigmoid, .has_correction = true, .groups = 8, .top_groups = 3, .scale = 2}};
-  std::mt19937_64 random(2);
-  const std::vector<float> logits = random_normal(random, 20 * good.experts, 2.0f);
-  const std::vector<float> correction = random_normal(random, good.experts, 0.3f);
   Device device(1);
-  const auto error_of = [&](auto change) {
-    RouterCase bad = good;
-    change(bad.router);
-    return route_error(good, logits, correction, route(bad, logits, correction, device));
-  };
-  EXPECT_LE(error_of([](RouterConfig&) {}), kFloat32Bound);
-  EXPECT_GT(error_of([](RouterConfig& r) { r.scores = RouterScores::kSoftmax; }), kFaultBound);
-  EXPECT_GT(error_of([](RouterConfig& r) { r.has_correction = false; }), kFaultBound);
-  EXPECT_GT(error_of([](RouterConfig& r) { r.groups = r.top_groups = 1; }), kFaultBound);
-  EXPECT_GT(error_of([](RouterConfig& r) { r.top_groups = 2; }), kFaultBound);
-  EXPECT_GT(error_of([](RouterConfig& r) { r.is_normalised = false; }), kFaultBound);
-  EXPECT_GT(error_of([](RouterConfig& r) { r.scale = 1.9; }), kFaultBound);
+  every_part_of_a_router_is_seen(route_with(device));
 }
 
 TEST(Experts, ACorrectionChoosesButDoesNotWeigh) {
-  const RouterCase c{"", 3, 2, {.scores = RouterScores::kSigmoid, .has_correction = true}};
   Device device(1);
-  const Routed routed = route(c, std::vector<float>{0, 0, 0}, {0.0f, -1.0f, 5.0f}, device);
-  EXPECT_EQ(routed.expert, (std::vector<int32_t>{2, 0}));
-  EXPECT_EQ(routed.weight, (std::vector<float>{0.5f, 0.5f}));
+  a_correction_chooses_but_does_not_weigh(route_with(device));
 }
 
 TEST(Experts, AGroupCountsItsTwoBest) {
-  // Group 0 has the best expert, group 1 the best pair.
-  const RouterCase c{"", 6, 2, {.scores = RouterScores::kSigmoid, .groups = 2, .top_groups = 1}};
   Device device(1);
-  const Routed routed = route(c, std::vector<float>{3, -4, -4, 1, 2, -4}, {}, device);
-  EXPECT_EQ(routed.expert, (std::vector<int32_t>{4, 3}));
+  a_group_counts_its_two_best(route_with(device));
 }
 
 TEST(Experts, OfEqualsTheLowestNumberWins) {
   Device device(1);
-  const RouterCase plain{"", 6, 3, {}};
-  EXPECT_EQ(route(plain, std::vector<float>(6, 1.0f), {}, device).expert, (std::vector<int32_t>{0, 1, 2}));
-  EXPECT_EQ(route(plain, std::vector<float>{0, 1, 0, 1, 0, 1}, {}, device).expert, (std::vector<int32_t>{1, 3, 5}));
-  const RouterCase groups{"", 6, 2, {.groups = 3, .top_groups = 2}};
-  EXPECT_EQ(route(groups, std::vector<float>(6, 1.0f), {}, device).expert, (std::vector<int32_t>{0, 1}));
-  EXPECT_EQ(route(groups, std::vector<float>{0, 0, 0, 1, 1, 0}, {}, device).expert, (std::vector<int32_t>{3, 4}));
+  of_equals_the_lowest_number_wins(route_with(device));
 }
 
 TEST(Experts, HugeLogitsAreNumbers) {
   Device device(1);
-  for (RouterScores scores : {RouterScores::kSoftmax, RouterScores::kSigmoid}) {
-    const RouterCase c{"", 4, 2, {.scores = scores}};
-    const Routed routed = route(c, std::vector<float>{-3e38f, 1e4f, -1e4f, -3.3e38f}, {}, device);
-    EXPECT_EQ(routed.expert[0], 1);
-    EXPECT_EQ(routed.weight, (std::vector<float>{1.0f, 0.0f}));
-  }
+  huge_logits_are_numbers(route_with(device));
 }
 
 TEST(Experts, ABadNumberStaysInItsToken) {
   Device device(2);
-  for (RouterCase c : kCases) {
-    std::mt19937_64 random(3);
-    const std::vector<float> logits = random_normal(random, 3 * c.experts);
-    const std::vector<float> correction = random_normal(random, c.experts, 0.3f);
-    const Routed good = route(c, logits, correction, device);
-    for (float value : {kNan, kInfinity, -kInfinity}) {
-      for (int at : {0, c.experts - 1}) {
-        std::vector<float> bad = logits;
-        bad[c.experts + at] = value;
-        const Routed routed = route(c, bad, correction, device);
-        for (int i = 0; i < 3 * c.top_k; ++i) {
-          const bool is_bad = i / c.top_k == 1;
-          EXPECT_EQ(routed.expert[i], is_bad ? i % c.top_k : good.expert[i]) << c.name;
-          if (is_bad)
-            EXPECT_TRUE(std::isnan(routed.weight[i])) << c.name;
-          else
-            EXPECT_EQ(routed.weight[i], good.weight[i]) << c.name;
-        }
-      }
-    }
-  }
+  a_bad_number_stays_in_its_token(route_with(device));
 }
 
 TEST(Experts, RouteRefusesWrongArguments) {
@@ -365,7 +268,7 @@ struct ExpertBlock {
     std::vector<int64_t> begin(kExperts + 1);
     std::vector<int32_t> token(tokens * kTopK);
     multiply(gate.data(), tokens, kInputs, kExperts, x, logits, device);
-    const Routed routed = route(router, logits, {}, device);
+    const Routed routed = route_on(device, router, logits, {});
     group_choices({.tokens = tokens,
                    .experts = kExperts,
                    .top_k = kTopK,

@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -65,31 +65,24 @@ HWY_EXPORT(relu2_kernel);
 HWY_EXPORT(sigmoid_gate_kernel);
 
 void silu_product(const SiluProduct& args, Device& device) {
-  require(args.tokens >= 0 && args.size >= 0, "silu_product: expected sizes >= 0, got tokens {} and size {}",
-          args.tokens, args.size);
+  check_silu_product(args);
   if (args.tokens == 0 || args.size == 0) return;
-  require(args.gate != nullptr && args.up != nullptr && args.y != nullptr,
-          "silu_product: gate, up and y must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(silu_product_kernel);
   device.threads().parallel_for(args.tokens, std::max<int64_t>(1, 4096 / args.size),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
 }
 
 void relu2(const Relu2& args, Device& device) {
-  require(args.tokens >= 0 && args.size >= 0, "relu2: expected sizes >= 0, got tokens {} and size {}", args.tokens,
-          args.size);
+  check_relu2(args);
   if (args.tokens == 0 || args.size == 0) return;
-  require(args.x != nullptr && args.y != nullptr, "relu2: x and y must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(relu2_kernel);
   device.threads().parallel_for(args.tokens, std::max<int64_t>(1, 4096 / args.size),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });
 }
 
 void sigmoid_gate(const SigmoidGate& args, Device& device) {
-  require(args.tokens >= 0 && args.heads >= 0 && args.size >= 0,
-          "sigmoid_gate: expected sizes >= 0, got tokens {}, heads {} and size {}", args.tokens, args.heads, args.size);
+  check_sigmoid_gate(args);
   if (args.tokens == 0 || args.heads == 0 || args.size == 0) return;
-  require(args.gate != nullptr && args.x != nullptr, "sigmoid_gate: gate and x must not be null");
   const auto kernel = HWY_DYNAMIC_DISPATCH(sigmoid_gate_kernel);
   device.threads().parallel_for(args.tokens, std::max<int64_t>(1, 4096 / (args.heads * args.size)),
                                 [&](int64_t begin, int64_t end, int) { kernel(args, begin, end); });

@@ -9,44 +9,61 @@
 
 #include <cstdint>
 
+#include "replayssm/core/cuda_device.h"
 #include "replayssm/core/device.h"
 
 namespace replayssm {
 
 // y may be gate or up (with the same stride), else they may not overlap. Throws Error for negative sizes and null
 // pointers.
-struct SiluProduct {
+template <typename T>
+struct BasicSiluProduct {
   int64_t tokens = 0;  // N
   int64_t size = 0;
-  const float* gate = nullptr;  // [N, size], gate_stride
-  const float* up = nullptr;    // [N, size], up_stride
+  const T* gate = nullptr;  // [N, size], gate_stride
+  const T* up = nullptr;    // [N, size], up_stride
   int64_t gate_stride = 0, up_stride = 0;
-  float* y = nullptr;  // [N, size], y_stride
+  T* y = nullptr;  // [N, size], y_stride
   int64_t y_stride = 0;
 };
+using SiluProduct = BasicSiluProduct<float>;
 void silu_product(const SiluProduct& args, Device& device);
 
 // y may be x (with the same stride), else they may not overlap. Throws Error for negative sizes and null pointers.
-struct Relu2 {
+template <typename T>
+struct BasicRelu2 {
   int64_t tokens = 0;  // N
   int64_t size = 0;
-  const float* x = nullptr;  // [N, size], x_stride
+  const T* x = nullptr;  // [N, size], x_stride
   int64_t x_stride = 0;
-  float* y = nullptr;  // [N, size], y_stride
+  T* y = nullptr;  // [N, size], y_stride
   int64_t y_stride = 0;
 };
+using Relu2 = BasicRelu2<float>;
 void relu2(const Relu2& args, Device& device);
 
 // In place; vector h of token n starts at n * x_stride + h * size, its gate at n * gate_stride + h * gate_head_stride.
-struct SigmoidGate {
+template <typename T>
+struct BasicSigmoidGate {
   int64_t tokens = 0;  // N
   int heads = 0;
   int64_t size = 0;
-  const float* gate = nullptr;  // [N, heads, size], gate_stride, gate_head_stride
+  const T* gate = nullptr;  // [N, heads, size], gate_stride, gate_head_stride
   int64_t gate_stride = 0, gate_head_stride = 0;
-  float* x = nullptr;  // [N, heads, size], x_stride
+  T* x = nullptr;  // [N, heads, size], x_stride
   int64_t x_stride = 0;
 };
+using SigmoidGate = BasicSigmoidGate<float>;
 void sigmoid_gate(const SigmoidGate& args, Device& device);
+
+// The same three on a GPU, queued on its stream, for T of float, Bf16 and Fp16: FP32 arithmetic, rounded to T once.
+// Every pointer is of device memory. Fast where pointers and strides are multiples of 16 bytes and sizes of 8; right,
+// and with the same bits, wherever arrays lie.
+template <typename T>
+void silu_product(const BasicSiluProduct<T>& args, CudaDevice& device);
+template <typename T>
+void relu2(const BasicRelu2<T>& args, CudaDevice& device);
+template <typename T>
+void sigmoid_gate(const BasicSigmoidGate<T>& args, CudaDevice& device);
 
 }  // namespace replayssm

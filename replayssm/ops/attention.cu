@@ -319,6 +319,7 @@ void attention(const BasicAttention<T>& args, CudaDevice& device, std::span<std:
   launched.width = int64_t{args.pages.table_stride} * args.cache.page_tokens;
   launched.scale = args.scale * 1.4426950408889634f;  // log2(e)
   launched.outside = kOutside;
+  launched.asked = device.counter();
   launched.fault = device.fault();
   if constexpr (!std::is_same_v<T, float>) {
     const size_t room = device.properties().shared_bytes_per_block;

@@ -37,9 +37,10 @@ struct AttentionArgs {
   int tile_queries = 0;       // of a unit of work: so many of a row's tokens * group
   bool is_appending = false;  // units write the keys and values of their tokens before they read
   // What splits leave to be put together, of a query relative to its maximum.
-  float* sums = nullptr;     // [B, max_splits, max_tokens_per_row, Q, E]
-  float2* totals = nullptr;  // [B, max_splits, max_tokens_per_row, Q]: the maximum, and the weights' total
-  float scale = 0;           // of scores whose exponentials are of base 2
+  float* sums = nullptr;      // [B, max_splits, max_tokens_per_row, Q, E]
+  float2* totals = nullptr;   // [B, max_splits, max_tokens_per_row, Q]: the maximum, and the weights' total
+  uint32_t* asked = nullptr;  // counts the units asked for, 0 between calls
+  float scale = 0;            // of scores whose exponentials are of base 2
   const char* op = kAttentionOp;
   const char* outside = nullptr;  // a fault's text
   CudaFault* fault = nullptr;

@@ -9,6 +9,8 @@
 #include "replayssm/ops/copies.cuh"
 #include "replayssm/ops/launch.cuh"
 #include "replayssm/ops/pack.cuh"
+#include "replayssm/ops/scan.cuh"
+#include "replayssm/ops/tensor_cores.cuh"
 
 namespace replayssm {
 
@@ -92,16 +94,6 @@ struct TileUnits {
   int rows, rows_a_lane;
   int end;  // units of the rows up to and with this lane's
 
-  static __device__ int sum_up_to_lane(int value) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFFu, value, step);
-      if (lane >= step) value += other;
-    }
-    return value;
-  }
-
   template <typename T>
   __device__ explicit TileUnits(const AttentionArgs<T>& args)
       : rows(args.attention.rows.count), rows_a_lane((rows + 31) / 32) {
@@ -149,33 +141,6 @@ struct TileUnits {
     return unit;
   }
 };
-
-__device__ inline void load_matrices(uint32_t (&words)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ inline void load_transposed(uint32_t (&words)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}
-
-// sums [16, 8] += a [16, 16] b [16, 8]
-__device__ inline void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Bf16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ inline void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Fp16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Over the four lanes that share a row of a product.
 __device__ inline float quad_max(float value) {
@@ -599,12 +564,17 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_til
     const __grid_constant__ AttentionArgs<T> args) {
   extern __shared__ uint4 attention_shared[];
   __shared__ TileBoard board;
+  __shared__ unsigned next_item;
   wait_for_previous();
   let_next_start();
   const auto heads = static_cast<unsigned>(args.attention.cache.kv_heads);
   const TileUnits units(args);
   const unsigned items = static_cast<unsigned>(units.count()) * heads;
-  for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+  for (unsigned item = blockIdx.x; item < items;) {
+    // Who is done takes the next: units differ in length, and by a fixed stride some blocks had all the long ones.
+    // After each item one question is asked, whose answer is not needed until the item is done.
+    unsigned answer = 0;
+    if (threadIdx.x == 0) answer = atomicAdd(args.asked, 1u);
     const int head = static_cast<int>(item % heads);
     const TileUnit unit = units.find(args, static_cast<int>(item / heads));
     if (unit.row.kind == AttentionKind::kLive) {
@@ -614,6 +584,13 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_til
       fill_outputs(args, unit.row, head, is_outside ? NAN : 0.0f);
       if (is_outside && head == 0 && threadIdx.x == 0) report_outside(args, unit.b, unit.row.slot);
     }
+    if (threadIdx.x == 0) {
+      next_item = gridDim.x + answer;
+      if (answer == items - 1) *args.asked = 0;  // the last question: the next call begins anew
+    }
+    __syncthreads();
+    item = next_item;
+    __syncthreads();
   }
 }
 

@@ -1,4 +1,4 @@
-// Internal to attention, the convolution, the gates and the norms: the checks at their doors, for CPU and GPU alike.
+// Internal to the ops that CPU and GPU share a contract of: the checks at their doors.
 #pragma once
 
 #include <algorithm>
@@ -6,11 +6,14 @@
 #include <initializer_list>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/activation.h"
 #include "replayssm/ops/attention.h"
 #include "replayssm/ops/conv1d.h"
 #include "replayssm/ops/cuda_checks.h"
 #include "replayssm/ops/delta.h"
+#include "replayssm/ops/experts.h"
 #include "replayssm/ops/mamba2.h"
+#include "replayssm/ops/sample.h"
 
 namespace replayssm {
 
@@ -51,6 +54,45 @@ void check_norm_sizes(const char* op, const Norm& args, const char* what, int ve
   require(args.tokens >= 0 && vectors >= 0 && args.size > 0,
           "{}: expected tokens and {} >= 0 and size > 0, got {}, {} and {}", op, what, args.tokens, vectors, args.size);
   require(args.eps >= 0, "{}: expected eps >= 0, got {}", op, args.eps);
+}
+
+template <typename T>
+void check_silu_product(const BasicSiluProduct<T>& args) {
+  require(args.tokens >= 0 && args.size >= 0, "silu_product: expected sizes >= 0, got tokens {} and size {}",
+          args.tokens, args.size);
+  require(args.tokens == 0 || args.size == 0 || !has_null({args.gate, args.up, args.y}),
+          "silu_product: gate, up and y must not be null");
+}
+
+template <typename T>
+void check_relu2(const BasicRelu2<T>& args) {
+  require(args.tokens >= 0 && args.size >= 0, "relu2: expected sizes >= 0, got tokens {} and size {}", args.tokens,
+          args.size);
+  require(args.tokens == 0 || args.size == 0 || !has_null({args.x, args.y}), "relu2: x and y must not be null");
+}
+
+template <typename T>
+void check_sigmoid_gate(const BasicSigmoidGate<T>& args) {
+  require(args.tokens >= 0 && args.heads >= 0 && args.size >= 0,
+          "sigmoid_gate: expected sizes >= 0, got tokens {}, heads {} and size {}", args.tokens, args.heads, args.size);
+  require(args.tokens == 0 || args.heads == 0 || args.size == 0 || !has_null({args.gate, args.x}),
+          "sigmoid_gate: gate and x must not be null");
+}
+
+// `Args` is that of the CPU or of a GPU.
+template <typename Args>
+void check_embed_sizes(const Args& args) {
+  require(args.tokens >= 0 && args.vocabulary >= 0 && args.size >= 0,
+          "embed: expected sizes >= 0, got tokens {}, vocabulary {} and size {}", args.tokens, args.vocabulary,
+          args.size);
+}
+template <typename Args>
+void check_rope_angles_sizes(const Args& args) {
+  require(args.tokens >= 0 && args.rotary_size >= 0 && args.rotary_size % 2 == 0,
+          "rope_angles: expected tokens >= 0 and an even rotary_size >= 0, got {} and {}", args.tokens,
+          args.rotary_size);
+  require(args.tokens == 0 || args.rotary_size == 0 || args.theta > 0, "rope_angles: expected theta > 0, got {}",
+          args.theta);
 }
 
 // The sizes of an attention and the arrays that every call has.
@@ -99,6 +141,32 @@ void check_mamba2_gates(const BasicMamba2Gates<T>& args) {
           args.time_step_max);
   require(args.tokens == 0 || !has_null({args.dt, args.dt_bias, args.out}),
           "mamba2_gates: expected dt, dt_bias and out, got a null pointer");
+}
+
+// Of a router's op, but for what the CPU and a GPU do not share.
+inline void check_route_experts(const RouteExperts& args) {
+  require(args.tokens >= 0, "route_experts: expected tokens >= 0, got {}", args.tokens);
+  check_router(args.router, args.experts, args.top_k);
+  if (args.tokens == 0) return;
+  require(!has_null({args.logits, args.expert, args.weight}),
+          "route_experts: logits, expert and weight must not be null");
+  require(!args.router.has_correction || args.correction != nullptr,
+          "route_experts: a router with a correction needs one");
+  require(args.tokens == 1 || args.logits_stride >= args.experts, "route_experts: expected logits_stride >= {}, got {}",
+          args.experts, args.logits_stride);
+}
+
+inline void check_sample_sizes(const Sample& args) {
+  require(args.rows >= 0 && args.vocabulary > 0, "sample: expected rows >= 0 and a vocabulary, got {} and {}",
+          args.rows, args.vocabulary);
+  require(args.rows <= 1 || args.logits_stride >= args.vocabulary, "sample: expected logits_stride >= {}, got {}",
+          args.vocabulary, args.logits_stride);
+}
+
+// What the host can see of them.
+inline void check_sample_arrays(const Sample& args) {
+  require(!has_null({args.logits, args.settings, args.position, args.token}),
+          "sample: logits, settings, position and token must not be null");
 }
 
 }  // namespace replayssm

@@ -13,11 +13,17 @@ inline constexpr int kMaxCudaKeySize = 128;
 inline constexpr int kMaxCudaRecords = 64;  // L + T
 inline constexpr int kMaxCudaTokens = 16;   // T
 inline constexpr int kMaxCudaRows = 65535;
+inline constexpr int kMaxCudaExperts = 1024;
+inline constexpr int64_t kMaxCudaChoices = int64_t{1} << 30;  // of experts, by all tokens
 
 inline void check_cuda_sizes(const char* op, const char* name, int key_size, int rows) {
   require(key_size <= kMaxCudaKeySize, "{}: on a GPU expected a {} that is a multiple of 16, 16 to {}, got {}", op,
           name, kMaxCudaKeySize, key_size);
   require(rows >= 0 && rows <= kMaxCudaRows, "{}: on a GPU expected 0 to {} rows, got {}", op, kMaxCudaRows, rows);
+}
+
+inline void check_cuda_size(const char* op, const char* name, int64_t size, int64_t least, int64_t most) {
+  require(size >= least && size <= most, "{}: on a GPU expected {} of {} to {}, got {}", op, name, least, most, size);
 }
 
 inline void check_cuda_window(const char* op, int window, int tokens_per_row) {

@@ -3,14 +3,12 @@
 
 #include <algorithm>
 
-#include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 
 namespace replayssm {
 
 void embed(const Embed& args, Device& device) {
-  require(args.tokens >= 0 && args.vocabulary >= 0 && args.size >= 0,
-          "embed: expected sizes >= 0, got tokens {}, vocabulary {} and size {}", args.tokens, args.vocabulary,
-          args.size);
+  check_embed_sizes(args);
   if (args.tokens == 0 || args.size == 0) return;
   require((args.table != nullptr) != (args.table_f32 != nullptr), "embed: expected exactly one of table and table_f32");
   require(args.token != nullptr && args.y != nullptr, "embed: token and y must not be null");

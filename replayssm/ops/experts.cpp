@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -148,15 +149,8 @@ void check_router(const RouterConfig& router, int experts, int top_k) {
 }
 
 void route_experts(const RouteExperts& args, Device& device, std::span<std::byte> workspace) {
-  require(args.tokens >= 0, "route_experts: expected tokens >= 0, got {}", args.tokens);
-  check_router(args.router, args.experts, args.top_k);
+  check_route_experts(args);
   if (args.tokens == 0) return;
-  require(args.logits != nullptr && args.expert != nullptr && args.weight != nullptr,
-          "route_experts: logits, expert and weight must not be null");
-  require(!args.router.has_correction || args.correction != nullptr,
-          "route_experts: a router with a correction needs one");
-  require(args.tokens == 1 || args.logits_stride >= args.experts, "route_experts: expected logits_stride >= {}, got {}",
-          args.experts, args.logits_stride);
   const size_t bytes = route_experts_workspace_bytes(args.experts, device);
   require(workspace.size() >= bytes, "route_experts: expected a workspace of {} bytes, got {}", bytes,
           workspace.size());

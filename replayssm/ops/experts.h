@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <span>
 
+#include "replayssm/core/cuda_device.h"
 #include "replayssm/core/device.h"
 
 namespace replayssm {
@@ -103,5 +104,70 @@ struct AddRows {
   int64_t y_stride = 0;
 };
 void add_rows(const AddRows& args, Device& device);
+
+// On a GPU, queued on its stream; every pointer is of device memory and is read when the work runs, so that a captured
+// block serves any choices. T is float, Bf16 or Fp16. A block is
+//   route_experts, place_choices, experts_linear (up), an activation of the N top_k rows, experts_linear (down),
+//   add_experts
+// and needs no number on the host: grids follow from N, E and top_k alone. E is 1 .. 1024 and N top_k at most 2^30.
+// They throw Error for sizes outside those, null pointers, a stride below its row and a pointer that is not aligned to
+// its elements; what a kernel reads in device memory the caller answers for.
+
+// As on the CPU, in float64, from an exp of CUDA's; workspace is not needed.
+void route_experts(const RouteExperts& args, CudaDevice& device);
+
+// As group_choices, and where each choice went.
+struct PlaceChoices {
+  int64_t tokens = 0;  // N
+  int experts = 0;     // E
+  int top_k = 0;
+  const int32_t* expert = nullptr;  // [N, top_k] of 0 .. E-1, none twice in a token
+  int32_t* begin = nullptr;         // [E + 1] choices of expert e are begin[e] .. begin[e+1]-1, by rising token
+  int32_t* token = nullptr;         // [N top_k]
+  int32_t* place = nullptr;         // [N, top_k] of 0 .. N top_k - 1
+};
+void place_choices(const PlaceChoices& args, CudaDevice& device);
+
+// The choices of every expert times its own matrix, summed in FP32 and rounded to T once:
+//   y[i, o] = sum_k weight[e, o, k] x[token[i], k],  e the expert of choice i
+// A row's bits depend on its own x and its expert's weights alone, not on how many choices its expert has. Any sizes
+// and places will do; it is fast where rows of weight, x and y are whole multiples of 16 bytes. y may not overlap x.
+template <typename T>
+struct ExpertsLinear {
+  int64_t choices = 0;  // N top_k
+  int experts = 0;      // E
+  int64_t inputs = 0, outputs = 0;
+  const int32_t* begin = nullptr;  // [E + 1]
+  const int32_t* token = nullptr;  // [choices] the row of x; null: row i
+  const T* weight = nullptr;       // [E, outputs, inputs]
+  const T* x = nullptr;            // x_stride
+  int64_t x_stride = 0;
+  T* y = nullptr;  // [choices, outputs], y_stride
+  int64_t y_stride = 0;
+};
+template <typename T>
+void experts_linear(const ExpertsLinear<T>& args, CudaDevice& device);
+
+// y[n, :] += factor_n sum_i weight[n, i] x[place[n, i], :], the choices by ascending expert, in FP32; factor_n is
+// sigmoid(gate[n]) or 1. Without weight a choice counts once; without place (top_k 1) row n of x is token n's. y may
+// not overlap x.
+template <typename T, typename Out>
+struct AddExperts {
+  int64_t tokens = 0;  // N
+  int top_k = 1;
+  int64_t size = 0;
+  const int32_t* expert = nullptr;  // [N, top_k], for the order; null without place
+  const int32_t* place = nullptr;   // [N, top_k] or null
+  const float* weight = nullptr;    // [N, top_k] or null
+  const T* gate = nullptr;          // [N], gate_stride; or null
+  int64_t gate_stride = 0;
+  const T* x = nullptr;  // [N top_k, size], x_stride
+  int64_t x_stride = 0;
+  bool is_added = true;  // else y = the sum
+  Out* y = nullptr;      // [N, size], y_stride; Out is float or T
+  int64_t y_stride = 0;
+};
+template <typename T, typename Out>
+void add_experts(const AddExperts<T, Out>& args, CudaDevice& device);
 
 }  // namespace replayssm

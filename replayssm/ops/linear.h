@@ -3,9 +3,12 @@
 //   y[n, o] = sum_{i < I} w[o, i] x[n, i]  (+ residual[n, o])
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "replayssm/core/bf16.h"
+#include "replayssm/core/cuda_device.h"
 #include "replayssm/core/device.h"
 
 namespace replayssm {
@@ -29,5 +32,47 @@ struct Linear {
   int64_t residual_stride = 0;
 };
 void linear(const Linear& args, Device& device);
+
+// Matrix products of one GPU: NVIDIA's cuBLASLt, the memory it works in, and the algorithm of each product met so far.
+// An algorithm is the first that the library's own heuristic names for the product's sizes, strides and alignments; it
+// is never chosen by a timing, so that another run has the same bits. One thread uses it; the device outlives it.
+class MatrixProducts {
+ public:
+  // Throws Error if cuBLASLt cannot be started or the memory cannot be had.
+  explicit MatrixProducts(CudaDevice& device);
+  ~MatrixProducts();
+  MatrixProducts(const MatrixProducts&) = delete;
+  MatrixProducts& operator=(const MatrixProducts&) = delete;
+
+  struct Parts;
+  Parts& parts() const { return *parts_; }
+
+ private:
+  std::unique_ptr<Parts> parts_;
+};
+
+// The same on a GPU, queued on its stream, by cuBLASLt or, of one or two tokens in BF16, by a kernel that begins to
+// read its weights before the work queued earlier is done: y = W x, or y += W x, with FP32 sums, rounded to Out once.
+// Every pointer is of device memory. With several heads there are as many products: matrix h begins h O I elements
+// after the first, its x and y x_step and y_step elements after the first's. Types (T, Out): (float, float), (Bf16,
+// Bf16), (Bf16, float). Fast where pointers and strides are multiples of 16 bytes. y[n, :] depends on x[n, :], the
+// weights and N, not on other tokens' numbers. A call can be captured. Throws Error as above, and if cuBLASLt has no
+// algorithm.
+template <typename T, typename Out>
+struct BasicLinear {
+  int64_t tokens = 0;         // N
+  int64_t inputs = 0;         // I
+  int64_t outputs = 0;        // O
+  const T* weight = nullptr;  // [heads, O, I]
+  const T* x = nullptr;       // [N, I], x_stride
+  int64_t x_stride = 0;
+  Out* y = nullptr;  // [N, O], y_stride
+  int64_t y_stride = 0;
+  bool is_added = false;
+  int heads = 1;
+  int64_t x_step = 0, y_step = 0;
+};
+template <typename T, typename Out>
+void linear(const BasicLinear<T, Out>& args, MatrixProducts& products);
 
 }  // namespace replayssm

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
 #include "replayssm/ops/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -44,11 +44,8 @@ namespace replayssm {
 HWY_EXPORT(rope_kernel);
 
 void rope_angles(const RopeAngles& args, Device& device) {
-  require(args.tokens >= 0 && args.rotary_size >= 0 && args.rotary_size % 2 == 0,
-          "rope_angles: expected tokens >= 0 and an even rotary_size >= 0, got {} and {}", args.tokens,
-          args.rotary_size);
+  check_rope_angles_sizes(args);
   if (args.tokens == 0 || args.rotary_size == 0) return;
-  require(args.theta > 0, "rope_angles: expected theta > 0, got {}", args.theta);
   require(args.position != nullptr && args.cosine != nullptr && args.sine != nullptr,
           "rope_angles: position, cosine and sine must not be null");
   for (int64_t n = 0; n < args.tokens; ++n)

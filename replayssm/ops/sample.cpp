@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "replayssm/core/error.h"
+#include "replayssm/ops/checks.h"
+#include "replayssm/ops/uniform.h"
 
 namespace replayssm {
 namespace {
@@ -17,13 +19,6 @@ struct Candidate {
 // Falling logits, of equals rising tokens.
 bool comes_first(const Candidate& a, const Candidate& b) {
   return a.logit != b.logit ? a.logit > b.logit : a.token < b.token;
-}
-
-// The finaliser of splitmix64 (Steele, Lea, Flood, 2014).
-uint64_t mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
 }
 
 // Candidates in falling order, taken one by one from a heap: most rows need few of them.
@@ -145,22 +140,14 @@ void check_settings(const SampleSettings& settings) {
 }
 
 double sample_uniform(uint64_t seed, uint64_t sequence, int64_t position) {
-  constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
-  uint64_t z = mix(seed + kGolden);
-  z = mix(z ^ (sequence + kGolden));
-  z = mix(z ^ (static_cast<uint64_t>(position) + kGolden));
-  return static_cast<double>(z >> 11) * 0x1p-53;
+  return uniform_number(seed, sequence, position);
 }
 
 void sample(const Sample& args, Device& device, std::span<std::byte> workspace) {
-  require(args.rows >= 0 && args.vocabulary > 0, "sample: expected rows >= 0 and a vocabulary, got {} and {}",
-          args.rows, args.vocabulary);
+  check_sample_sizes(args);
   if (args.rows == 0) return;
-  require(args.logits != nullptr && args.settings != nullptr && args.position != nullptr && args.token != nullptr,
-          "sample: logits, settings, position and token must not be null");
+  check_sample_arrays(args);
   require(args.history == nullptr || args.history_begin != nullptr, "sample: history needs history_begin");
-  require(args.rows == 1 || args.logits_stride >= args.vocabulary, "sample: expected logits_stride >= {}, got {}",
-          args.vocabulary, args.logits_stride);
   require(workspace.size() >= sample_workspace_bytes(args.vocabulary, device),
           "sample: expected a workspace of {} bytes, got {}", sample_workspace_bytes(args.vocabulary, device),
           workspace.size());

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <span>
 
+#include "replayssm/core/cuda_device.h"
 #include "replayssm/core/device.h"
 
 namespace replayssm {
@@ -57,6 +58,17 @@ void sample(const Sample& args, Device& device, std::span<std::byte> workspace);
 
 // The bytes of `workspace` for a vocabulary of this size. Contents are scratch.
 size_t sample_workspace_bytes(int64_t vocabulary, Device& device);
+
+// The same on a GPU, queued on its stream. Every pointer is of device memory, those of settings and histories too, and
+// is read when the work runs, so a captured call serves any; the caller answers for settings within their range.
+// history_begin may be null if no row has a penalty. A row that is greedy without a penalty, or that only has a
+// temperature, costs one or two readings of its logits. A row's token depends on nothing but its own logits, settings,
+// history, sequence and position; it is the CPU's but where a float64 sum of another order moves a boundary of steps 4
+// to 6 past the uniform number, or past a probability's threshold. A history token outside the vocabulary is passed
+// over. workspace: sample_workspace_bytes(rows, vocabulary, device) bytes of device memory, aligned to kAlignmentBytes.
+// Throws Error as above for what the host sees, and for a vocabulary above 2^30.
+void sample(const Sample& args, CudaDevice& device, std::span<std::byte> workspace);
+size_t sample_workspace_bytes(int64_t rows, int64_t vocabulary, CudaDevice& device);
 
 // The uniform number of [0, 1) that `sample` uses.
 double sample_uniform(uint64_t seed, uint64_t sequence, int64_t position);

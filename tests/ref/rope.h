@@ -9,16 +9,22 @@
 
 namespace replayssm::ref {
 
-inline std::vector<double> rope(std::span<const float> x, int rotary_size, double theta, int64_t position) {
-  std::vector<double> y(x.begin(), x.end());
+inline double rope_angle(int i, int rotary_size, double theta, int64_t position) {
+  return static_cast<double>(position) / std::pow(theta, 2.0 * i / rotary_size);
+}
+
+inline std::vector<double> rope(std::vector<double> x, int rotary_size, double theta, int64_t position) {
   const int half = rotary_size / 2;
   for (int i = 0; i < half; ++i) {
-    const double angle = static_cast<double>(position) / std::pow(theta, 2.0 * i / rotary_size);
+    const double angle = rope_angle(i, rotary_size, theta, position);
     const auto rotated = std::complex<double>(x[i], x[i + half]) * std::polar(1.0, angle);
-    y[i] = rotated.real();
-    y[i + half] = rotated.imag();
+    x[i] = rotated.real();
+    x[i + half] = rotated.imag();
   }
-  return y;
+  return x;
+}
+inline std::vector<double> rope(std::span<const float> x, int rotary_size, double theta, int64_t position) {
+  return rope(std::vector<double>(x.begin(), x.end()), rotary_size, theta, position);
 }
 
 }  // namespace replayssm::ref
