@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <random>
+#include <vector>
 
 #include "replayssm/ops/rows.h"
 #include "tests/bad_input.h"
@@ -41,6 +43,31 @@ TEST_F(CudaDeviceTest, CopiesAndFillsInOrder) {
   EXPECT_TRUE(DeviceBuffer<int32_t>(0, device).download(device).empty());
 }
 
+// More uploads than blocks, each filled while those before it may be under way: rows of any width, packed on the host.
+TEST_F(CudaDeviceTest, PinnedUploadsKeepTheirOrder) {
+  CudaDevice device;
+  constexpr int kUploads = 40, kRows = 50, kStride = 1001;
+  DeviceBuffer<int32_t> table(kRows * kStride, device), seen(kUploads * table.size(), device);
+  PinnedUploads uploads(table.size() * sizeof(int32_t), device);
+  device.fill_words(table.data(), 7, table.size());
+  std::vector<int32_t> now(table.size(), 7), expected;
+  std::mt19937_64 random(62);
+  for (int upload = 0; upload < kUploads; ++upload) {
+    const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+    const int rows = upload == 0 ? kRows : draw(1, kRows), columns = upload == 0 ? kStride : draw(1, kStride);
+    auto* const block = static_cast<int32_t*>(uploads.next());
+    for (int row = 0; row < rows; ++row)
+      for (int column = 0; column < columns; ++column)
+        now[row * kStride + column] = block[row * columns + column] = static_cast<int32_t>(random());
+    uploads.upload(table.data(), kStride * sizeof(int32_t), columns * sizeof(int32_t), rows);
+    device.copy(seen.data() + upload * table.size(), table.data(), table.size() * sizeof(int32_t));
+    expected.insert(expected.end(), now.begin(), now.end());
+  }
+  EXPECT_EQ(seen.download(device), expected);
+  expect_refusal([&] { PinnedUploads(size_t{1} << 60, device); }, "1152921504606846976 bytes of page-locked");
+  EXPECT_EQ(table.download(device), now) << "the device is as it was";
+}
+
 TEST_F(CudaDeviceTest, AGraphThatCannotBeMadeLeavesTheDeviceUsable) {
   CudaDevice device;
   DeviceBuffer<int32_t> words(4, device);
@@ -68,7 +95,8 @@ TEST_F(CudaDeviceTest, CommitRowsMovesCursors) {
   for (const int count : {0, 1, 2, 31, 33, 256, 1000}) {
     const int window = draw(1, 40), tokens = draw(1, window);
     for (const bool has_accepted : {true, false}) {
-      std::vector<int32_t> slot, history, in, out, accepted;
+      const bool has_limits = draw(0, 1) == 0;
+      std::vector<int32_t> slot, history, in, out, accepted, limit;
       std::vector<int64_t> base;
       for (int b = 0; b < count; ++b) {
         slot.push_back(draw(0, 3) == 0 ? kPaddingSlot : b);
@@ -77,20 +105,22 @@ TEST_F(CudaDeviceTest, CommitRowsMovesCursors) {
         in.push_back(2 * b);
         out.push_back(draw(0, 1) + 2 * b);
         accepted.push_back(draw(0, tokens));
+        limit.push_back(draw(1, window));
       }
       DeviceBuffer<int32_t> slots(slot, device), histories(history, device), ins(in, device), outs(out, device);
-      DeviceBuffer<int32_t> accepts(accepted, device);
+      DeviceBuffer<int32_t> accepts(accepted, device), limits(limit, device);
       DeviceBuffer<int64_t> bases(base, device);
       commit_rows({count, slots.data(), bases.data(), histories.data(), ins.data(), outs.data(), tokens, window,
-                   has_accepted ? accepts.data() : nullptr},
+                   has_accepted ? accepts.data() : nullptr, has_limits ? limits.data() : nullptr},
                   device);
       device.synchronize();
       for (int b = 0; b < count; ++b) {
         if (slot[b] == kPaddingSlot) continue;
-        if (history[b] + tokens > window) {
+        if (history[b] + tokens > window || (has_limits && history[b] >= limit[b])) {
           base[b] += history[b];
           history[b] = 0;
           in[b] = out[b];
+          if (has_limits) limit[b] = window;
         }
         history[b] += has_accepted ? accepted[b] : tokens;
       }
@@ -99,6 +129,7 @@ TEST_F(CudaDeviceTest, CommitRowsMovesCursors) {
       EXPECT_EQ(ins.download(device), in) << count;
       EXPECT_EQ(outs.download(device), out) << count;
       EXPECT_EQ(slots.download(device), slot) << count;
+      EXPECT_EQ(limits.download(device), limit) << count;
     }
   }
 }

@@ -18,21 +18,24 @@ int draw(std::mt19937_64& random, int low, int high) {
 
 // The rows of a step in a GPU's memory, at places that stay: a captured step reads what they then hold.
 struct LayerRows {
-  LayerRows(int rows, CudaDevice& on) : device(on), slot(rows, on), history(rows, on), in(rows, on), base(rows, on) {}
+  LayerRows(int rows, CudaDevice& on)
+      : device(on), slot(rows, on), history(rows, on), in(rows, on), limit(rows, on), base(rows, on) {}
 
-  void set(const std::vector<int32_t>& slots, const std::vector<int64_t>& bases,
-           const std::vector<int32_t>& histories) {
+  void set(const std::vector<int32_t>& slots, const std::vector<int64_t>& bases, const std::vector<int32_t>& histories,
+           const std::vector<int32_t>& limits) {
     slot.upload(slots, device);
     in.upload(slots, device);
     base.upload(bases, device);
     history.upload(histories, device);
+    limit.upload(limits, device);
   }
   StateRows rows() const {
-    return {static_cast<int>(slot.size()), slot.data(), base.data(), history.data(), in.data(), in.data()};
+    return {
+        static_cast<int>(slot.size()), slot.data(), base.data(), history.data(), in.data(), in.data(), limit.data()};
   }
 
   CudaDevice& device;
-  DeviceBuffer<int32_t> slot, history, in;
+  DeviceBuffer<int32_t> slot, history, in, limit;
   DeviceBuffer<int64_t> base;
 };
 
@@ -51,21 +54,25 @@ struct LayerWalk {
         apart(layer, of, path),
         base(of.slots, 0),
         history(of.slots, 0),
+        limit(of.slots),
         inputs(of.slots),
-        sequences(of.slots, layer.sequence()) {}
+        sequences(of.slots, layer.sequence()) {
+    for (int slot = 0; slot < of.slots; ++slot) limit[slot] = of.window - slot % of.window;
+  }
 
   std::vector<float> projected(int tokens) {
     return CudaPath<T>::template rounded<T>(random_normal(random, size_t(tokens) * layer.width));
   }
   void set(LayerRows& rows, const std::vector<int32_t>& slots) const {
     std::vector<int64_t> bases;
-    std::vector<int32_t> histories;
+    std::vector<int32_t> histories, limits;
     for (int32_t slot : slots) {
       const bool has_cursor = slot >= 0 && slot < sizes.slots;
       bases.push_back(has_cursor ? base[slot] : 0);
       histories.push_back(has_cursor ? history[slot] : 0);
+      limits.push_back(has_cursor ? limit[slot] : sizes.window);
     }
-    rows.set(slots, bases, histories);
+    rows.set(slots, bases, histories, limits);
   }
   std::vector<float> run_fused(const StateRows& rows, int tokens_per_row, Readout readout,
                                const std::vector<float>& tokens) {
@@ -108,9 +115,10 @@ struct LayerWalk {
     return out;
   }
   void commit(int32_t slot, int count, int accepted) {
-    if (history[slot] + count > sizes.window) {
+    if (history[slot] + count > sizes.window || history[slot] >= limit[slot]) {
       base[slot] += history[slot];
       history[slot] = 0;
+      limit[slot] = sizes.window;
     }
     history[slot] += accepted;
   }
@@ -121,7 +129,7 @@ struct LayerWalk {
   Layer layer;
   Gpu fused, apart;
   std::vector<int64_t> base;
-  std::vector<int32_t> history;
+  std::vector<int32_t> history, limit;
   std::vector<std::vector<float>> inputs;
   std::vector<typename Layer::Sequence> sequences;
 };

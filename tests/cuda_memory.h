@@ -178,7 +178,8 @@ class CudaMemory {
             array(rows.base, count),
             array(rows.history, count),
             array(rows.checkpoint_in, count),
-            array(rows.checkpoint_out, count)};
+            array(rows.checkpoint_out, count),
+            rows.flush_limit == nullptr ? nullptr : array(rows.flush_limit, count)};
   }
   template <typename U>
   U* array(const U* values, size_t count) {

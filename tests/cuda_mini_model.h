@@ -1,6 +1,7 @@
 // A small model for the laws of the state pool on a GPU, the counterpart of MiniModel (mini_model.h): two delta layers,
-// one with a gate a head and one with a gate a channel, and one of Mamba-2, each with its convolution and fed by a
-// table of token features. Activations are in T, outputs in FP32.
+// one with a gate a head and one with a gate a channel, and one of Mamba-2, each with its convolution, a layer of keys
+// and values and one of latents, each fed by a table of token features. Activations and what attention puts out are in
+// T, other outputs in FP32.
 #pragma once
 
 #include <algorithm>
@@ -22,10 +23,13 @@ inline StateLayout cuda_mini_layout(int window, int max_step_tokens, CheckpointF
   layout.model = "mini";
   layout.layers = {
       DeltaLayer{{.heads = 4, .key_heads = 2, .key_size = 16, .value_size = 8}, 2 * 2 * 16 + 4 * 8, 4},
+      AttentionLayer{2, 16},
       DeltaLayer{{.heads = 3, .key_heads = 3, .key_size = 32, .value_size = 8, .gate_size = 32}, 2 * 3 * 32 + 3 * 8, 3},
+      AttentionLayer{1, 24, 20},
       Mamba2Layer{{.heads = 4, .groups = 2, .head_size = 8, .state_size = 16}, 4 * 8 + 2 * 2 * 16, 4}};
   layout.window = window;
   layout.max_step_tokens = max_step_tokens;
+  layout.page_tokens = 8;
   layout.context_tokens = 512;
   return layout;
 }
@@ -33,7 +37,7 @@ inline StateLayout cuda_mini_layout(int window, int max_step_tokens, CheckpointF
 template <typename T>
 class CudaMiniModel {
  public:
-  static constexpr int kMaxTokens = 64;  // of a step
+  static constexpr int kMaxTokens = 96;  // of a step
 
   CudaMiniModel(StateLayout layout, CudaDevice& device) : device_(device), layout_(std::move(layout)) {
     std::mt19937_64 random(7);
@@ -48,14 +52,17 @@ class CudaMiniModel {
         own.betas = heads;
         own.beta_table = random_uniform(random, kTokens * heads, 0.1f, 0.9f);
         own.weight = device_floats(random_normal(random, delta->conv_width * own.channels, 0.5f));
-      } else {
-        const auto& mamba2 = std::get<Mamba2Layer>(layer);
-        own.channels = mamba2.conv_channels;
-        heads = own.gates = mamba2.shape.heads;
+      } else if (const auto* mamba2 = std::get_if<Mamba2Layer>(&layer)) {
+        own.channels = mamba2->conv_channels;
+        heads = own.gates = mamba2->shape.heads;
         own.gate_table = random_uniform(random, kTokens * heads, 0.05f, 0.5f);
-        own.weight = device_floats(random_normal(random, mamba2.conv_width * own.channels, 0.5f));
+        own.weight = device_floats(random_normal(random, mamba2->conv_width * own.channels, 0.5f));
         own.a_log = device_floats(random_normal(random, heads, 0.3f));
         own.d = device_floats(random_normal(random, heads));
+      } else {
+        const auto& attention = std::get<AttentionLayer>(layer);
+        own.channels = (kGroup + 2) * attention.kv_heads * attention.head_size;
+        own.attended = DeviceBuffer<T>(kMaxTokens * layer_output_size(layer), device_);
       }
       own.feature_table = to_elements<T>(random_normal(random, kTokens * own.channels));
       own.feature_table.resize((kTokens + 1) * own.channels, to_element<T>(kPoison));
@@ -88,6 +95,10 @@ class CudaMiniModel {
     for (size_t index = 0; index < layers_.size(); ++index) {
       const int layer = static_cast<int>(index);
       Arrays& own = layers_[index];
+      if (std::holds_alternative<AttentionLayer>(layout_.layers[index])) {
+        queue_attention(pool, layer, own, kind, count, tokens);
+        continue;
+      }
       const bool is_prefill = kind == StepKind::kPrefill;
       conv1d(BasicConv1d<T, T>{.state = pool.conv_state<T>(layer),
                                .rows = pool.rows(count),
@@ -112,7 +123,10 @@ class CudaMiniModel {
     Outputs outputs(plan.rows.count);
     for (size_t index = 0; index < layers_.size(); ++index) {
       const size_t width = layer_output_size(layout_.layers[index]);
-      const std::vector<float> out = layers_[index].out.download(device_);
+      const Arrays& own = layers_[index];
+      const bool is_attention = std::holds_alternative<AttentionLayer>(layout_.layers[index]);
+      const std::vector<float> out =
+          is_attention ? to_floats<T>(own.attended.download(device_)) : own.out.download(device_);
       for (int row = 0; row < plan.rows.count; ++row)
         outputs[row].insert(outputs[row].end(), out.begin() + plan.token_begin[row] * width,
                             out.begin() + plan.token_begin[row + 1] * width);
@@ -141,7 +155,7 @@ class CudaMiniModel {
     int channels = 0, gates = 0, betas = 0;
     std::vector<T> feature_table;
     std::vector<float> gate_table, beta_table;
-    DeviceBuffer<T> features, mixed;
+    DeviceBuffer<T> features, mixed, attended;
     DeviceBuffer<float> gate, beta, weight, a_log, d, out;
   };
 
@@ -200,15 +214,39 @@ class CudaMiniModel {
       mamba2_decode(BasicMamba2Decode<T, float>{state, rows, heads, tokens / count, inputs, readout, out}, device_, {});
   }
 
+  // Prefills are steps of prompts whatever their length, so that a token's bits do not depend on the longest row.
+  void queue_attention(const CudaStatePool& pool, int layer, Arrays& own, StepKind kind, int count, int tokens) {
+    const BasicKvCache<T> cache = pool.kv_cache<T>(layer);
+    const int queries = kGroup * cache.kv_heads * cache.head_size, keys = cache.kv_heads * cache.head_size;
+    BasicAttention<T> args{.cache = cache,
+                           .pages = pool.pages(),
+                           .rows = pool.rows(count),
+                           .token_begin = pool.row_arrays().token_begin,
+                           .query_heads = kGroup * cache.kv_heads,
+                           .scale = 0.5f,
+                           .q = own.features.data(),
+                           .k = own.features.data() + queries,
+                           .v = cache.latent_size > 0 ? nullptr : own.features.data() + queries + keys,
+                           .q_stride = own.channels,
+                           .k_stride = own.channels,
+                           .v_stride = own.channels,
+                           .out = own.attended.data(),
+                           .tokens = tokens,
+                           .max_tokens_per_row = kind == StepKind::kPrefill ? kMaxTokens : tokens / count};
+    require(attention_workspace_bytes(args) == 0, "test: expected contexts of one split");
+    attention(args, device_, {});
+  }
+
   CudaDevice& device_;
   StateLayout layout_;
   std::vector<Arrays> layers_;
 };
 
-// The bytes of a slot's checkpoints in the layout's form, layer by layer.
+// The bytes of a slot's checkpoints in the layout's form, one array a recurrent layer.
 inline std::vector<std::vector<std::byte>> checkpoints_of(const CudaStatePool& pool, Handle handle) {
   std::vector<std::vector<std::byte>> copies;
   for (int layer = 0; layer < static_cast<int>(pool.layout().layers.size()); ++layer) {
+    if (pool.arrays(layer) == nullptr) continue;
     std::vector<std::byte>& bytes = copies.emplace_back(pool.arrays(layer)->checkpoint_floats() * sizeof(float));
     pool.device().download(bytes.data(), pool.checkpoint(layer) + pool.ledger().checkpoint(handle) * bytes.size(),
                            bytes.size());
@@ -233,9 +271,14 @@ template <typename T>
 struct CudaPoolRig {
   explicit CudaPoolRig(const StateLayout& layout) : model(layout, device) {}
 
-  std::unique_ptr<CudaStatePool> pool(int slots, bool is_poisoned = true, int max_rows = 0) {
-    const CudaPoolOptions options = {.max_rows = max_rows, .is_poisoned = is_poisoned, .element = kElementOf<T>};
-    return std::make_unique<CudaStatePool>(model.layout(), PoolSize{slots, 0}, device, options);
+  std::unique_ptr<CudaStatePool> pool(int slots, bool is_poisoned = true, int max_rows = 0,
+                                      bool staggers_flushes = false) {
+    const CudaPoolOptions options = {.max_rows = max_rows,
+                                     .is_poisoned = is_poisoned,
+                                     .element = kElementOf<T>,
+                                     .staggers_flushes = staggers_flushes};
+    const PoolSize size = pool_size(model.layout(), slots, model.layout().context_tokens);
+    return std::make_unique<CudaStatePool>(model.layout(), size, device, options);
   }
 
   CudaDevice device;

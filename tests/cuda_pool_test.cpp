@@ -104,6 +104,21 @@ TEST_F(CudaPool, RollbackMovesNoStateBytes) {
   EXPECT_TRUE(same_bits(lane.outputs, plain.outputs));
 }
 
+template <typename T>
+void expect_staggered_rows_are_conventional_in(CheckpointForm form) {
+  Rig<T> rig(form);
+  const auto pool = rig.pool(8, true, 0, /*staggers_flushes=*/true), conventional = rig.pool(8, false);
+  expect_staggered_rows_are_conventional(rig.model, *pool, *conventional, [](const CudaStatePool& of, Handle handle) {
+    return checkpoints_of(of, handle);
+  });
+}
+
+TEST_F(CudaPool, StaggeredRowsHaveTheBitsOfConventionalOnes) {
+  expect_staggered_rows_are_conventional_in<float>(CheckpointForm::kWords);
+  expect_staggered_rows_are_conventional_in<Bf16>(CheckpointForm::kPlanes);
+  expect_staggered_rows_are_conventional_in<Fp16>(CheckpointForm::kWords);
+}
+
 // Runs a lane up to its fork, with `records` unfolded records.
 template <typename Model>
 void run_to_fork(Model& model, CudaStatePool& pool, Lane& lane, int records) {
@@ -112,9 +127,11 @@ void run_to_fork(Model& model, CudaStatePool& pool, Lane& lane, int records) {
 }
 
 // Forks until the pool is full, steps all sharers at once and goes on; each must be as a sequence that never forked.
+// Where flushes are staggered, direct readouts are so until a step of another kind.
 template <typename T>
-void expect_forks_continue(Rig<T>& rig, int sharers, int records, StepKind kind) {
-  const auto pool = rig.pool(sharers);
+void expect_forks_continue(Rig<T>& rig, int sharers, int records, StepKind kind, bool is_staggered) {
+  rig.model.readout = is_staggered && kind != StepKind::kReplay ? Readout::kExact : Readout::kDirect;
+  const auto pool = rig.pool(sharers, true, 0, is_staggered);
   std::vector<Lane> lanes = {cuda_lane(*pool, 1)};
   run_to_fork(rig.model, *pool, lanes[0], records);
   while (static_cast<int>(lanes.size()) < sharers) {
@@ -125,15 +142,18 @@ void expect_forks_continue(Rig<T>& rig, int sharers, int records, StepKind kind)
   }
   EXPECT_EQ(pool->counts().free_slots, 0);
   EXPECT_EQ(pool->counts().used_checkpoints, 1);
+  const int64_t tokens = pool->cursor(lanes[0].handle).tokens(), page_tokens = pool->layout().page_tokens;
+  EXPECT_EQ(pool->counts().used_pages, tokens / page_tokens + (tokens % page_tokens == 0 ? 0 : sharers));
   std::vector<Lane*> all;
   for (Lane& lane : lanes) all.push_back(&lane);
+  const bool is_written =
+      kind != StepKind::kReplay || pool->cursor(lanes[0].handle).history == pool->ledger().flush_limit(lanes[0].handle);
   advance(rig.model, *pool, all, kind, 1);
-  const bool is_written = kind != StepKind::kReplay || records == kWindow;
   EXPECT_EQ(pool->counts().used_checkpoints, is_written ? sharers : 1);
   run_cuda_script(rig.model, *pool, all, 6, 12);
   for (int child = 0; child < sharers; ++child) {
-    const auto alone = rig.pool(1, false);
-    Lane lane = cuda_lane(*alone, 1);
+    const auto alone = rig.pool(sharers, false, 0, is_staggered);
+    Lane lane = cuda_lane(*alone, 1);  // in the slot that the parent has
     run_to_fork(rig.model, *alone, lane, records);
     if (child > 0) lane.random.seed(100 + child);
     advance(rig.model, *alone, {&lane}, kind, 1);
@@ -149,8 +169,10 @@ TEST_F(CudaPool, ForksContinueAsTheParentWould) {
   for (const int sharers : {2, 4}) {
     for (int records = 0; records <= kWindow; ++records) {
       for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
-        expect_forks_continue(words, sharers, records, kind);
-        expect_forks_continue(planes, sharers, records, kind);
+        for (const bool is_staggered : {false, true}) {
+          expect_forks_continue(words, sharers, records, kind, is_staggered);
+          expect_forks_continue(planes, sharers, records, kind, is_staggered);
+        }
       }
     }
   }
@@ -199,7 +221,7 @@ TEST_F(CudaPool, MaterialiseReachesEveryPositionThatIsHeld) {
   expect_materialise_reaches<Fp16>(CheckpointForm::kWords);
 }
 
-// What the device's rows hold, against a plan and padding rows past it.
+// What the device's rows and page tables hold, against a plan and padding rows past it.
 void expect_rows_are(const CudaStatePool& pool, const StepPlan& plan) {
   const RowArrays& at = pool.row_arrays();
   const auto read = [&]<typename E>(const E* from, size_t count) {
@@ -217,14 +239,22 @@ void expect_rows_are(const CudaStatePool& pool, const StepPlan& plan) {
   expect("history", at.history, plan.rows.history, 0);
   expect("checkpoint_in", at.checkpoint_in, plan.rows.checkpoint_in, -1);
   expect("checkpoint_out", at.checkpoint_out, plan.rows.checkpoint_out, -1);
+  if (at.flush_limit != nullptr) expect("flush_limit", at.flush_limit, plan.rows.flush_limit, 0xFFFF);
   std::vector<int32_t> begin(plan.token_begin, plan.token_begin + plan.rows.count + 1);
   begin.resize(at.capacity + 1, plan.tokens);
   EXPECT_EQ(read(at.token_begin, begin.size()), begin) << "token_begin";
+  const KvPages pages = pool.pages();
+  std::vector<int32_t> table(static_cast<size_t>(at.capacity) * pages.table_stride, -1);
+  for (int row = 0; row < plan.rows.count; ++row)
+    std::copy_n(plan.pages.page_table + row * plan.pages.table_stride, plan.pages.table_stride,
+                table.begin() + row * pages.table_stride);
+  EXPECT_EQ(read(pages.page_table, table.size()), table) << "page tables";
 }
 
-TEST_F(CudaPool, BeginStepPutsTheRowsOfAnyBatch) {
+void expect_rows_of_any_batch(bool is_staggered) {
   Rig<Bf16> rig;
-  const auto pool = rig.pool(300, false, 310);
+  const auto pool = rig.pool(300, false, 310, is_staggered);
+  EXPECT_EQ(pool->row_arrays().flush_limit != nullptr, is_staggered);
   const int32_t none = 0;
   StepPlan before;
   before.token_begin = &none;
@@ -239,10 +269,21 @@ TEST_F(CudaPool, BeginStepPutsTheRowsOfAnyBatch) {
     std::ranges::shuffle(rows, random);
     std::vector<int> tokens;
     for (int b = 0; b < count; ++b) tokens.push_back(std::uniform_int_distribution<int>(1, 5)(random));
+    if (count == 128) tokens[5] = 60;  // the steps after it have shorter tables for a while
     expect_rows_are(*pool, pool->begin_step(StepKind::kPrefill, rows, tokens));
     pool->commit();
   }
+  const std::vector<Handle> two = {kPaddingRow, handles[0]}, padding = {kPaddingRow};
+  for (const std::vector<Handle>& rows : {two, padding, two}) {
+    expect_rows_are(*pool, pool->begin_step(StepKind::kConventional, rows, std::vector<int>(rows.size(), 1)));
+    pool->commit();
+  }
   EXPECT_THROW(pool->rows(311), Error);
+}
+
+TEST_F(CudaPool, BeginStepPutsTheRowsOfAnyBatch) {
+  expect_rows_of_any_batch(false);
+  expect_rows_of_any_batch(true);
 }
 
 // The host begins steps far ahead of the GPU; each step's ops see their own rows.
@@ -253,24 +294,30 @@ TEST_F(CudaPool, TheHostMayRunAhead) {
   for (int i = 0; i < 200; ++i) rows.push_back(pool->allocate(512));
   const std::vector<int> one(rows.size(), 1);
   constexpr int kSteps = 100;
-  DeviceBuffer<int32_t> seen(kSteps * rows.size(), rig.device);
-  std::vector<int32_t> expected;
+  const size_t stride = pool->pages().table_stride, entries = rows.size() * stride;
+  DeviceBuffer<int32_t> seen(kSteps * rows.size(), rig.device), seen_pages(kSteps * entries, rig.device);
+  std::vector<int32_t> expected, expected_pages(kSteps * entries, -1);
   for (int step = 0; step < kSteps; ++step) {
     const StepPlan& plan = pool->begin_step(StepKind::kReplay, rows, one);
     expected.insert(expected.end(), plan.rows.history, plan.rows.history + rows.size());
+    for (size_t row = 0; row < rows.size(); ++row)
+      std::copy_n(plan.pages.page_table + row * plan.pages.table_stride, plan.pages.table_stride,
+                  expected_pages.begin() + step * entries + row * stride);
     rig.device.copy(seen.data() + step * rows.size(), pool->row_arrays().history, rows.size() * sizeof(int32_t));
+    rig.device.copy(seen_pages.data() + step * entries, pool->pages().page_table, entries * sizeof(int32_t));
     pool->commit();
   }
   EXPECT_EQ(seen.download(rig.device), expected);
+  EXPECT_EQ(seen_pages.download(rig.device), expected_pages);
 }
 
 // Law 16: a captured step launched with other rows, cursors, forks and acceptances, beside steps that are not captured.
 template <typename T>
-void expect_graph_serves_any_step(CheckpointForm form, Readout readout) {
+void expect_graph_serves_any_step(CheckpointForm form, Readout readout, bool is_staggered) {
   constexpr int kRows = 4, kTokens = 3, kSlots = 6;
   Rig<T> rig(form);
   rig.model.readout = readout;
-  const auto captured = rig.pool(kSlots), plain = rig.pool(kSlots);
+  const auto captured = rig.pool(kSlots, true, 0, is_staggered), plain = rig.pool(kSlots, true, 0, is_staggered);
   std::vector<Lane> lanes, twins;
   for (uint64_t seed = 1; seed <= 4; ++seed) {
     lanes.push_back(cuda_lane(*captured, seed));
@@ -324,16 +371,17 @@ void expect_graph_serves_any_step(CheckpointForm form, Readout readout) {
 }
 
 TEST_F(CudaPool, AGraphServesAnyStep) {
-  expect_graph_serves_any_step<float>(CheckpointForm::kWords, Readout::kDirect);
-  expect_graph_serves_any_step<Bf16>(CheckpointForm::kPlanes, Readout::kDirect);
-  expect_graph_serves_any_step<Bf16>(CheckpointForm::kWords, Readout::kExact);
+  expect_graph_serves_any_step<float>(CheckpointForm::kWords, Readout::kDirect, false);
+  expect_graph_serves_any_step<float>(CheckpointForm::kWords, Readout::kDirect, true);
+  expect_graph_serves_any_step<Bf16>(CheckpointForm::kPlanes, Readout::kDirect, true);
+  expect_graph_serves_any_step<Bf16>(CheckpointForm::kWords, Readout::kExact, false);
 }
 
 // Cursors that commit_rows moves on the GPU stand where commit and the next begin_step put them.
 TEST_F(CudaPool, CommitRowsMeetsTheLedger) {
   constexpr int kTokens = 3;
   Rig<Bf16> rig;
-  const auto pool = rig.pool(6);
+  const auto pool = rig.pool(6, true, 0, /*staggers_flushes=*/true);
   std::vector<Handle> rows = {pool->allocate(512), kPaddingRow, pool->allocate(512)};
   rows.push_back(pool->fork(rows[0], 512));
   const int count = static_cast<int>(rows.size());
@@ -352,16 +400,17 @@ TEST_F(CudaPool, CommitRowsMeetsTheLedger) {
     for (int b = 0; b < count; ++b) accepted.push_back(std::uniform_int_distribution<int>(0, kTokens)(random));
     accepted_there.upload(accepted, rig.device);
     commit_rows({count, at.slot, at.base, at.history, at.checkpoint_in, at.checkpoint_out, kTokens, kWindow,
-                 accepted_there.data()},
+                 accepted_there.data(), at.flush_limit},
                 rig.device);
     pool->commit(accepted);
-    const std::vector<int32_t> history = read(at.history), in = read(at.checkpoint_in);
+    const std::vector<int32_t> history = read(at.history), in = read(at.checkpoint_in), limit = read(at.flush_limit);
     std::vector<int64_t> base(rows.size());
     rig.device.download(base.data(), at.base, base.size() * sizeof(int64_t));
     for (int b = 0; b < count; ++b) {
       if (rows[b] == kPaddingRow) continue;
       ASSERT_EQ((Cursor{base[b], history[b]}), pool->cursor(rows[b])) << step;
       ASSERT_EQ(in[b], pool->ledger().checkpoint(rows[b])) << step;
+      ASSERT_EQ(limit[b], pool->ledger().flush_limit(rows[b])) << step;
     }
     if (step % 20 == 19) {
       pool->free(rows[3]);

@@ -28,6 +28,7 @@ class DeviceRows {
         checkpoint_in(count, device),
         checkpoint_out(count, device),
         accepted(count, device),
+        flush_limit(count, device),
         base(count, device) {}
 
   void set(const StateRows& host) {
@@ -36,13 +37,16 @@ class DeviceRows {
     history.upload({host.history, slot.size()}, device_);
     checkpoint_in.upload({host.checkpoint_in, slot.size()}, device_);
     checkpoint_out.upload({host.checkpoint_out, slot.size()}, device_);
+    flush_limit.upload({host.flush_limit, slot.size()}, device_);
   }
   StateRows rows() const {
-    return {count(), slot.data(), base.data(), history.data(), checkpoint_in.data(), checkpoint_out.data()};
+    return {count(),           slot.data(), base.data(), history.data(), checkpoint_in.data(), checkpoint_out.data(),
+            flush_limit.data()};
   }
   CommitRows commit(int tokens_per_row, int window) const {
-    return {count(),        slot.data(), base.data(),    history.data(), checkpoint_in.data(), checkpoint_out.data(),
-            tokens_per_row, window,      accepted.data()};
+    return {
+        count(),        slot.data(), base.data(),     history.data(),    checkpoint_in.data(), checkpoint_out.data(),
+        tokens_per_row, window,      accepted.data(), flush_limit.data()};
   }
   // Whether the device holds what `host` does.
   bool is(const StateRows& host) const {
@@ -50,7 +54,8 @@ class DeviceRows {
       return std::ranges::equal(buffer.download(device_), std::span(values, buffer.size()));
     };
     return same(slot, host.slot) && same(base, host.base) && same(history, host.history) &&
-           same(checkpoint_in, host.checkpoint_in) && same(checkpoint_out, host.checkpoint_out);
+           same(checkpoint_in, host.checkpoint_in) && same(checkpoint_out, host.checkpoint_out) &&
+           same(flush_limit, host.flush_limit);
   }
 
  private:
@@ -59,7 +64,7 @@ class DeviceRows {
   CudaDevice& device_;
 
  public:
-  DeviceBuffer<int32_t> slot, history, checkpoint_in, checkpoint_out, accepted;
+  DeviceBuffer<int32_t> slot, history, checkpoint_in, checkpoint_out, accepted, flush_limit;
   DeviceBuffer<int64_t> base;
 };
 
@@ -194,8 +199,8 @@ void short_outputs_are_long_ones_rounded(const typename Family::Shape& shape) {
   }
 }
 
-// Law 16: a captured step and the move of its cursors, launched with other rows, cursors, forks and acceptances, beside
-// steps that are not captured and whose cursors the host moves.
+// Law 16: a captured step and the move of its cursors, launched with other rows, cursors, flush limits, forks and
+// acceptances, beside steps that are not captured and whose cursors the host moves.
 template <typename Family>
 void graph_serves_any_rows(const typename Family::Shape& shape, int tokens_per_row, Readout readout,
                            CheckpointForm form) {
@@ -207,6 +212,7 @@ void graph_serves_any_rows(const typename Family::Shape& shape, int tokens_per_r
   const RigOptions options = {.checkpoints = 2 * kSlots, .form = form};  // those past the slots serve forks
   Rig captured(shape, kSlots, kWindow, tokens_per_row, device, options);
   Rig plain(shape, kSlots, kWindow, tokens_per_row, device, options);
+  plain.flush_limits.assign(kSlots, kWindow);
   DeviceRows rows(kRows, device);
   std::vector<int> slots = {3, 0, kPaddingSlot, 5};
   std::vector<int32_t> accepted(kRows, 0);
@@ -237,6 +243,8 @@ void graph_serves_any_rows(const typename Family::Shape& shape, int tokens_per_r
       for (int slot : slots)
         if (slot != kPaddingSlot && random() % 2 == 0)
           plain.checkpoint_out[slot] = (plain.checkpoint_in[slot] + kSlots) % (2 * kSlots);
+      for (int32_t& limit : plain.flush_limits)
+        if (random() % 2 == 0) limit = std::uniform_int_distribution<int32_t>(1, kWindow)(random);
       rows.set(plain.rows(slots));
     }
     for (int32_t& count : accepted) count = std::uniform_int_distribution<int>(0, tokens_per_row)(random);
@@ -263,6 +271,7 @@ TYPED_TEST_P(CudaRecurrence, ReplayIsExactOver2000TokensOfAModel) {
   ReplayWalk walk = {.window = 16, .max_tokens = 8, .tokens = 2000, .seed = 36, .look_every = 9, .has_oracle = false};
   replay_beside_step<TypeParam>(TypeParam::model_shape(), walk);
   walk.tokens = 300;
+  walk.has_limits = true;
   replay_beside_step<typename TypeParam::template With<Bf16, Bf16>>(TypeParam::model_shape(), walk);
 }
 
@@ -270,9 +279,11 @@ template <typename Family>
 void replay_every_shape() {
   for (const auto& c : Family::shapes()) {
     SCOPED_TRACE(c.name);
-    replay_beside_step<Family>(c.shape, {16, 4, 30, 38});
+    replay_beside_step<Family>(c.shape, {.window = 16, .max_tokens = 4, .tokens = 30, .seed = 38, .has_limits = true});
   }
-  replay_beside_step<Family>(Family::shape(2, 1, 32, 8), {40, 16, 150, 39});
+  for (const bool has_limits : {false, true})
+    replay_beside_step<Family>(Family::shape(2, 1, 32, 8),
+                               {.window = 40, .max_tokens = 16, .tokens = 150, .seed = 39, .has_limits = has_limits});
 }
 
 TYPED_TEST_P(CudaRecurrence, Bf16ReplayMatchesOracleForEveryShape) {
@@ -348,16 +359,19 @@ TYPED_TEST_P(CudaRecurrence, AGraphServesAnyRows) {
 }
 
 // Law 17: a batch of `slots` rows, of many cursors and with padding rows, has the bits of the groups whose sizes come
-// in turn; a step of `tokens` tokens at a time, direct and exact readouts in turn.
+// in turn; a step of `tokens` tokens at a time, direct and exact readouts in turn. With limits a slot first flushes at
+// a history of its own.
 template <typename Family>
 void batch_is_its_groups(const typename Family::Shape& shape, int slot_count, int window, int tokens, int steps,
-                         const std::vector<int>& sizes) {
+                         const std::vector<int>& sizes, bool has_limits = false) {
   using Rig = typename Family::Rig;
   CudaDevice device;
   std::mt19937_64 random(40);
   Rig batch(shape, slot_count, window, tokens, device), groups(shape, slot_count, window, tokens, device);
   std::vector<int> slots(slot_count);
   for (int slot = 0; slot < slot_count; ++slot) slots[slot] = slot % 37 == 5 ? kPaddingSlot : slot;
+  for (int slot = 0; has_limits && slot < slot_count; ++slot) batch.flush_limits.push_back(window - slot % window);
+  groups.flush_limits = batch.flush_limits;
   for (int step = 0; step < steps; ++step) {
     const Readout readout = step % 2 == 0 ? Readout::kDirect : Readout::kExact;
     std::ranges::shuffle(slots, random);
@@ -386,7 +400,9 @@ void batch_is_its_groups(const typename Family::Shape& shape, int slot_count, in
 }
 
 TYPED_TEST_P(CudaRecurrence, LargeBatchesAreTheirRows) {
-  batch_is_its_groups<TypeParam>(TypeParam::shape(2, 1, 128, 16), 300, 5, 2, 8, {1, 40, 7, 130, 2, 64, 56});
+  for (const bool has_limits : {false, true})
+    batch_is_its_groups<TypeParam>(TypeParam::shape(2, 1, 128, 16), 300, 5, 2, 8, {1, 40, 7, 130, 2, 64, 56},
+                                   has_limits);
 }
 
 // On an H200 units of whole heads, of which a block has several in turn, and of 32 rows in small groups.
@@ -395,6 +411,7 @@ TYPED_TEST_P(CudaRecurrence, ServingBatchesAreTheirRows) {
   const std::vector<int> sizes = {1, 7, 2, 8, 5};
   const auto whole = TypeParam::shape(32, 16, 128, 128);
   batch_is_its_groups<Short>(whole, 48, 5, 1, 12, sizes);
+  batch_is_its_groups<Short>(whole, 48, 16, 1, 20, sizes, /*has_limits=*/true);
   batch_is_its_groups<Short>(whole, 48, 16, 2, 20, sizes);
   batch_is_its_groups<Short>(whole, 48, 21, 4, 12, sizes);
   batch_is_its_groups<Short>(TypeParam::shape(32, 8, 128, 112), 40, 7, 1, 16, sizes);

@@ -78,7 +78,7 @@ TEST_F(CudaSession, APoolOnTheCpuTakesItOver) {
   MiniModel model(rig.model.layout());
   std::vector<float> outputs[2];
   for (const Readout readout : {Readout::kDirect, Readout::kExact}) {
-    StatePool host(model.layout(), PoolSize{1, 0}, {.is_poisoned = true});
+    StatePool host(model.layout(), pool_size(model.layout(), 1, 300), {.is_poisoned = true});
     const Handle handle = load_session(host, path, 300);
     save_session(host, handle, again);
     EXPECT_EQ(contents_of(again), contents_of(path));
@@ -102,7 +102,7 @@ TEST_F(CudaSession, APoolOnTheGpuTakesItOver) {
   StateLayout layout = cuda_mini_layout(kWindow, kMaxStep);
   layout.layers.erase(layout.layers.begin());
   MiniModel model(layout);
-  StatePool host(layout, PoolSize{1, 0}, {.is_poisoned = true});
+  StatePool host(layout, pool_size(layout, 1, 300), {.is_poisoned = true});
   Lane lane;
   lane.handle = host.allocate(300);
   grow(model, host, lane, 13, 5);
@@ -117,7 +117,7 @@ TEST_F(CudaSession, APoolOnTheGpuTakesItOver) {
   CudaPoolRig<Bf16> narrow(layout);
   const auto other = narrow.pool(2);
   const PoolCounts before = other->counts();
-  expect_refusal([&] { load_session(*other, path, 300); }, "layers.0.ring_k", "no number of BF16");
+  expect_refusal([&] { load_session(*other, path, 300); }, "layers.0.k holds", "no number of BF16");
   EXPECT_EQ(other->counts(), before);
 }
 
@@ -132,6 +132,13 @@ TEST_F(CudaSession, Refusals) {
   const Handle second = load_session(*pool, path, 300);
   expect_refusal([&] { load_session(*pool, path, 300); }, "none of 2 is free");
   pool->free(second);
+  expect_refusal([&] { load_session(*pool, path, 513); }, "1 to 512 tokens long, given 513");
+  CudaStatePool small(rig.model.layout(), {2, 6}, rig.device, {.element = Dtype::kF16, .max_sequence_tokens = 40});
+  const Handle shorter = load_session(small, path, 40);
+  expect_refusal([&] { load_session(small, path, 41); }, "1 to 40 tokens long, given 41");
+  expect_refusal([&] { load_session(small, path, 20); }, "20 tokens need 3 KV pages of 8 tokens, 1 of 6 are free");
+  small.free(shorter);
+  EXPECT_EQ(small.counts().free_pages, 6);
   const std::vector<int> one = {1};
   pool->begin_step(StepKind::kReplay, std::vector<Handle>{lane.handle}, one);
   expect_refusal([&] { save_session(*pool, lane.handle, path); }, "step is begun");

@@ -72,6 +72,11 @@ TEST(Delta, RefusesWhatTheContractForbids) {
   EXPECT_NO_THROW(decode(1, {kPaddingSlot}));
   rig.cursors[0].history = 5;
   EXPECT_THROW(decode(1), Error);
+  rig.cursors[0] = {0, 0};
+  rig.flush_limits = {0, 1};
+  EXPECT_THROW(decode(1), Error);
+  EXPECT_NO_THROW(decode(2, {1})) << "a limit under the tokens of a step is none too small";
+  rig.flush_limits.clear();
   rig.cursors[0] = {-1, 0};
   EXPECT_THROW(decode(1), Error);
   for (const DeltaShape& bad :

@@ -17,14 +17,15 @@
 namespace replayssm {
 namespace {
 
-LedgerLimits small_limits(int slots) {
+LedgerLimits small_limits(int slots, bool staggers_flushes = false) {
   return {.slots = slots,
           .max_rows = slots + 2,
           .pages = 8 * slots,
           .page_tokens = 4,
           .context_tokens = 64,
           .window = 6,
-          .max_step_tokens = 3};
+          .max_step_tokens = 3,
+          .staggers_flushes = staggers_flushes};
 }
 
 const StepPlan& begin(Ledger& ledger, StepKind kind, const std::vector<Handle>& rows, int tokens) {
@@ -72,7 +73,7 @@ TEST(Ledger, HandlesAreRefusedOnceTheirUseIsOver) {
 TEST(Ledger, ARequestThatDoesNotFitIsRefusedAtOnce) {
   Ledger ledger(small_limits(2));  // 16 pages of 4 tokens
   expect_refused(ledger, "1 to 64", [&] { ledger.allocate(0); });
-  expect_refused(ledger, "1 to 64", [&] { ledger.allocate(65); });
+  expect_refused(ledger, "of this pool must be 1 to 64 tokens long, given 65", [&] { ledger.allocate(65); });
   const Handle first = ledger.allocate(40);
   EXPECT_EQ(ledger.counts().reserved_pages, 10);
   expect_refused(ledger, "need 7 KV pages of 4 tokens, 6 of 16 are free", [&] { ledger.allocate(25); });
@@ -125,6 +126,78 @@ TEST(Ledger, TheFlushRuleDependsOnHistoryAndTokensAlone) {
   begin(ledger, StepKind::kPrefill, {handle}, 10);
   ledger.commit(std::vector<int>{10});
   EXPECT_EQ(ledger.cursor(handle), (Cursor{18, 0}));
+}
+
+// Rows that begin together, by any kind of step, and go on in lockstep; without staggering all flush in one step.
+TEST(Ledger, StaggeredRowsFlushInTurn) {
+  for (const bool is_staggered : {true, false})
+    for (const int tokens : {1, 2, 3})
+      for (const int rows : {1, 5, 6, 7, 20}) {
+        LedgerLimits limits = small_limits(20, is_staggered);  // L 6
+        limits.page_tokens = 0;
+        limits.context_tokens = 200;
+        Ledger ledger(limits);
+        std::vector<Handle> handles;
+        for (int row = 0; row < rows; ++row) handles.push_back(ledger.allocate(200));
+        int most = 0, last = 0;
+        for (int step = 0; step < 50; ++step) {
+          if (step == 20 || step == 30) {
+            begin(ledger, step == 20 ? StepKind::kConventional : StepKind::kPrefill, handles, 1);
+            ledger.commit();
+          }
+          for (const Handle handle : handles)
+            if (step == 40) ledger.reset(handle);
+          const StepPlan& plan = begin(ledger, StepKind::kReplay, handles, tokens);
+          EXPECT_EQ(plan.rows.flush_limit != nullptr, is_staggered);
+          for (int row = 0; row < rows; ++row)
+            EXPECT_LE(plan.is_flushing[row] != 0 ? 0 : plan.rows.history[row] + tokens, 6);
+          most = std::max(most, plan.flushes);
+          if (plan.flushes > 0) last = step;
+          ledger.commit();
+        }
+        EXPECT_GE(last, 43);
+        if (is_staggered) {
+          EXPECT_LE(most, tokens * ((rows + 5) / 6)) << rows << " rows of " << tokens;
+        } else {
+          EXPECT_EQ(most, rows);
+        }
+      }
+}
+
+TEST(Ledger, AFlushLimitIsTheSlotsUntilItsFirstFlush) {
+  Ledger ledger(small_limits(5, true));  // L 6
+  const Handle a = ledger.allocate(40), b = ledger.allocate(40);
+  EXPECT_EQ(ledger.flush_limit(a), 6 - a.slot);
+  EXPECT_EQ(a.slot, 4);
+  replay(ledger, {a}, 3, 0);
+  EXPECT_EQ(begin(ledger, StepKind::kReplay, {a}, 3).flushes, 0) << "more tokens than the limit, but no history";
+  ledger.commit();
+  const Handle child = ledger.fork(a, 40).child;
+  EXPECT_EQ(ledger.flush_limit(child), 2) << "as its parent, whatever its slot";
+  const StepPlan& plan = begin(ledger, StepKind::kReplay, {a, kPaddingRow, child}, 1);
+  EXPECT_EQ(plan.flushes, 2);
+  EXPECT_EQ(plan.rows.flush_limit[0], 2);
+  ledger.commit(std::vector<int>{0, 0, 1});
+  EXPECT_EQ(ledger.flush_limit(a), 6);
+  EXPECT_EQ(ledger.flush_limit(child), 6);
+  replay(ledger, {a, child}, 3, 3);
+  EXPECT_EQ(ledger.cursor(a), (Cursor{3, 3})) << "past its first limit";
+  ledger.materialise(a, b, 2);
+  EXPECT_EQ(ledger.flush_limit(b), 3);
+  EXPECT_EQ(ledger.flush_limit(a), 6);
+  begin(ledger, StepKind::kConventional, {a, child}, 1);
+  ledger.commit();
+  EXPECT_EQ(ledger.flush_limit(a), 2);
+  EXPECT_EQ(ledger.flush_limit(child), 6 - child.slot);
+  ledger.free(child);
+  const Handle restored = ledger.allocate(40);
+  ledger.restore(restored, {7, 0});
+  EXPECT_EQ(ledger.flush_limit(restored), 6 - restored.slot);
+  const Handle other = ledger.allocate(40);
+  ledger.restore(other, {7, 5});
+  EXPECT_EQ(ledger.flush_limit(other), 6);
+  ledger.reset(other);
+  EXPECT_EQ(ledger.flush_limit(other), 6 - other.slot);
 }
 
 TEST(Ledger, StepsThatCannotBePlannedAreRefused) {
@@ -327,12 +400,15 @@ TEST(Ledger, PaddingRowsNameNothing) {
 struct Expected {
   Cursor cursor;
   int64_t max_tokens;
+  int32_t flush_limit;
 };
 
-// Seeded random calls; the cursors follow a model of three lines, and all counts are recounted after every call.
+// Seeded random calls; cursors and flush limits follow a model of a few lines, and all counts are recounted after every
+// call.
 class RandomWalk {
  public:
-  explicit RandomWalk(uint64_t seed) : random_(seed), ledger_(small_limits(4)) {}
+  RandomWalk(uint64_t seed, bool is_staggered)
+      : random_(seed), is_staggered_(is_staggered), ledger_(small_limits(4, is_staggered)) {}
 
   void run(int calls) {
     for (int call = 0; call < calls; ++call) {
@@ -347,6 +423,7 @@ class RandomWalk {
       EXPECT_EQ(ledger_.counts().live_slots, static_cast<int>(sequences_.size()));
       for (const auto& [generation, sequence] : sequences_) {
         EXPECT_EQ(ledger_.cursor(sequence.first), sequence.second.cursor);
+        EXPECT_EQ(ledger_.flush_limit(sequence.first), sequence.second.flush_limit);
       }
     }
     EXPECT_LT(refused_, calls / 2) << "too few calls did anything";
@@ -367,13 +444,16 @@ class RandomWalk {
     return at->second.first;
   }
 
+  int32_t first_limit(Handle handle) const { return is_staggered_ ? 6 - handle.slot % 6 : 6; }
+
   void add(Handle handle, Expected expected) { sequences_[handle.generation] = {handle, expected}; }
 
   void one_call() {
     const int what = pick(0, 19);
     if (sequences_.empty() || what < 3) {
       const int64_t max_tokens = pick(1, 48);
-      add(ledger_.allocate(max_tokens), {{}, max_tokens});
+      const Handle handle = ledger_.allocate(max_tokens);
+      add(handle, {{}, max_tokens, first_limit(handle)});
     } else if (what < 5) {
       const Handle handle = any();
       ledger_.free(handle);
@@ -382,17 +462,20 @@ class RandomWalk {
       const Handle handle = any();
       ledger_.reset(handle);
       sequences_[handle.generation].second.cursor = {};
+      sequences_[handle.generation].second.flush_limit = first_limit(handle);
     } else if (what < 9) {
       const Handle parent = any();
       const int64_t max_tokens = pick(1, 64);
       const Handle child = ledger_.fork(parent, max_tokens).child;
-      add(child, {sequences_[parent.generation].second.cursor, max_tokens});
+      const Expected& of_parent = sequences_[parent.generation].second;
+      add(child, {of_parent.cursor, max_tokens, of_parent.flush_limit});
     } else if (what < 11) {
       const Handle from = any(), to = any();
       const Cursor cursor = sequences_[from.generation].second.cursor;
       const int records = pick(0, cursor.history);
       ledger_.materialise(from, to, records);
       sequences_[to.generation].second.cursor = {cursor.base + records, 0};
+      sequences_[to.generation].second.flush_limit = first_limit(to);
     } else if (what < 12) {
       const Cursor cursor{pick(0, 20), pick(0, 7)};
       const Handle handle = ledger_.allocate(24);
@@ -402,7 +485,7 @@ class RandomWalk {
         ledger_.free(handle);
         throw;
       }
-      add(handle, {cursor, 24});
+      add(handle, {cursor, 24, cursor.history > 0 ? 6 : first_limit(handle)});
     } else {
       step();
     }
@@ -434,24 +517,30 @@ class RandomWalk {
     ledger_.commit(accepted);
     for (size_t row = 0; row < rows.size(); ++row) {
       if (rows[row] == kPaddingRow) continue;
-      Cursor& cursor = sequences_[rows[row].generation].second.cursor;
-      if (kind != StepKind::kReplay || cursor.history + tokens > 6) cursor = {cursor.tokens(), 0};
-      if (kind == StepKind::kReplay) {
-        cursor.history += accepted[row];
-      } else {
-        cursor.base += tokens;
+      auto& [cursor, max_tokens, limit] = sequences_[rows[row].generation].second;
+      if (kind != StepKind::kReplay) {
+        cursor = {cursor.tokens() + tokens, 0};
+        limit = first_limit(rows[row]);
+        continue;
       }
+      if (cursor.history + tokens > 6 || cursor.history >= limit) {
+        cursor = {cursor.tokens(), 0};
+        limit = 6;
+      }
+      cursor.history += accepted[row];
     }
   }
 
   std::mt19937_64 random_;
+  bool is_staggered_;
   Ledger ledger_;
   std::map<uint64_t, std::pair<Handle, Expected>> sequences_;
   int refused_ = 0;
 };
 
 TEST(Ledger, CountsAreConservedOverRandomWalks) {
-  for (uint64_t seed = 1; seed <= 20; ++seed) RandomWalk(seed).run(1000);
+  for (uint64_t seed = 1; seed <= 20; ++seed)
+    for (const bool is_staggered : {false, true}) RandomWalk(seed, is_staggered).run(1000);
 }
 
 }  // namespace

@@ -77,6 +77,11 @@ TEST(Mamba2, RefusesWhatTheContractForbids) {
   EXPECT_NO_THROW(decode(1, {kPaddingSlot}));
   rig.cursors[0].history = 5;
   expect_refusal([&] { decode(1); }, "history", "got 5");
+  rig.cursors[0] = {0, 0};
+  rig.flush_limits = {0, 1};
+  expect_refusal([&] { decode(1); }, "flush limit", "got 0");
+  EXPECT_NO_THROW(decode(2, {1})) << "a limit under the tokens of a step is none too small";
+  rig.flush_limits.clear();
   rig.cursors[0] = {-1, 0};
   expect_refusal([&] { decode(1); }, "base", "got -1");
   for (const Mamba2Shape& bad : {Mamba2Shape{3, 2, 8, 32}, Mamba2Shape{0, 0, 8, 32}})

@@ -3,6 +3,8 @@
 // token features. Its sequences are driven by scripts of windows and acceptances.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -291,6 +293,50 @@ void advance(Model& model, Pool& pool, const std::vector<Lane*>& lanes, StepKind
       for (const int token : drawn[row]) lane.past.emplace_back(StepKind::kConventional, std::vector<int>{token});
     }
   }
+}
+
+// Rows that begin together in `pool`, which staggers flushes, beside a pool decoded conventionally, both empty: exact
+// outputs are the same, a fold has the bits that the other's checkpoint had before the step, and no step has more than
+// its share of folds. checkpoints(pool, handle): the sequence's, to compare.
+template <typename Model, typename Pool, typename Checkpoints>
+void expect_staggered_rows_are_conventional(Model& model, Pool& pool, Pool& conventional,
+                                            const Checkpoints& checkpoints) {
+  const int rows = pool.ledger().limits().slots, window = pool.layout().window;
+  model.readout = Readout::kExact;
+  std::vector<Lane> lanes(rows), twins(rows);
+  std::vector<Lane*> all, all_twins;
+  for (int row = 0; row < rows; ++row) {
+    lanes[row].handle = pool.allocate(pool.layout().context_tokens);
+    twins[row].handle = conventional.allocate(pool.layout().context_tokens);
+    for (Lane* lane : {&lanes[row], &twins[row]}) lane->random.seed(row);
+    all.push_back(&lanes[row]);
+    all_twins.push_back(&twins[row]);
+  }
+  int flushes = 0;
+  for (int step = 0; step < 5 * window; ++step) {
+    if (step % (3 * window) == 0) {
+      advance(model, pool, all, StepKind::kPrefill, 9);
+      advance(model, conventional, all_twins, StepKind::kPrefill, 9);
+    }
+    int folded = 0;
+    std::vector<int64_t> base;
+    std::vector<decltype(checkpoints(conventional, lanes[0].handle))> before;
+    for (int row = 0; row < rows; ++row) {
+      base.push_back(pool.cursor(lanes[row].handle).base);
+      before.push_back(checkpoints(conventional, twins[row].handle));
+    }
+    advance(model, pool, all, StepKind::kReplay, 1);
+    advance(model, conventional, all_twins, StepKind::kConventional, 1);
+    for (int row = 0; row < rows; ++row) {
+      if (pool.cursor(lanes[row].handle).base == base[row]) continue;
+      ++folded;
+      ASSERT_EQ(checkpoints(pool, lanes[row].handle), before[row]) << "step " << step << " row " << row;
+    }
+    ASSERT_LE(folded, (rows + window - 1) / window) << "step " << step;
+    flushes += folded;
+  }
+  EXPECT_GT(flushes, 3 * rows);
+  for (int row = 0; row < rows; ++row) EXPECT_TRUE(same_bits(lanes[row].outputs, twins[row].outputs)) << "row " << row;
 }
 
 // Brings `handle`, a clean sequence, to where `past` leads by prefills and conventional steps.

@@ -65,6 +65,7 @@ struct ReplayWalk {
   uint64_t seed = 0;
   int look_every = 1;       // windows between looks at the checkpoints
   bool has_oracle = true;   // without: direct outputs are held to the conventional ones
+  bool has_limits = false;  // rows have flush limits, which change
   RigOptions options = {};  // of the rigs that replay
 };
 
@@ -92,6 +93,7 @@ class ReplayBesideStep {
     for (int done = 0, windows = 0; done < walk_.tokens; ++windows) {
       const int T = std::uniform_int_distribution<int>(1, walk_.max_tokens)(random_);
       std::ranges::shuffle(slots, random_);
+      if (walk_.has_limits) draw_limits();
       const Inputs draft(shape_, static_cast<int64_t>(slots.size()) * T, random_, -0.4f, 0.0f);
       const bool is_looked_at = windows % walk_.look_every == 0;
       std::vector<float> before;
@@ -126,6 +128,14 @@ class ReplayBesideStep {
   static constexpr int kRows = 3;
 
   static const Rig& view_of(const Rig& rig) { return rig; }
+
+  // From one record, which is under a step's tokens, to more than the ring may hold.
+  void draw_limits() {
+    direct_.flush_limits.resize(kRows, window_);
+    for (int32_t& limit : direct_.flush_limits)
+      if (random_() % 2 == 0) limit = std::uniform_int_distribution<int32_t>(1, window_ + walk_.max_tokens)(random_);
+    exact_.flush_limits = direct_.flush_limits;
+  }
 
   // Law 3: bit-identical after a flush, untouched between flushes.
   void check_states(const std::vector<float>& before, const std::vector<bool>& flushed) {
@@ -190,7 +200,10 @@ template <typename Family>
 void planes_are_words(const typename Family::Shape& shape) {
   using Rig = typename Family::Rig;
   const RigOptions in_planes = {.form = CheckpointForm::kPlanes};
-  replay_beside_step<Family>(shape, {.window = 9, .max_tokens = 4, .tokens = 40, .seed = 33, .options = in_planes});
+  for (const bool has_limits : {false, true})
+    replay_beside_step<Family>(
+        shape,
+        {.window = 9, .max_tokens = 4, .tokens = 40, .seed = 33, .has_limits = has_limits, .options = in_planes});
   auto device = Family::Memory::device(2);
   std::mt19937_64 random(34);
   Rig words(shape, 4, 6, 2, device), planes(shape, 4, 6, 2, device, in_planes);
@@ -288,7 +301,10 @@ TYPED_TEST_P(RecurrenceLaws, ReplayIsExactForEveryWindow) {
   for (int window : {1, 2, 3, 4, 7, 8, 16, 31, 64}) {
     SCOPED_TRACE(window);
     const uint64_t seed = 5 + window;
-    replay_beside_step<TypeParam>(TypeParam::shape(2, 1, 32, 8), {window, std::min(window, 8), 3 * window + 20, seed});
+    ReplayWalk walk = {window, std::min(window, 8), 3 * window + 20, seed};
+    replay_beside_step<TypeParam>(TypeParam::shape(2, 1, 32, 8), walk);
+    walk.has_limits = true;
+    replay_beside_step<TypeParam>(TypeParam::shape(2, 1, 32, 8), walk);
   }
   replay_beside_step<TypeParam>(TypeParam::shape(2, 1, 32, 8), {48, 16, 200, 4});
 }

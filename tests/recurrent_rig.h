@@ -168,7 +168,10 @@ class RecurrentRig : public State {
     std::ranges::fill(slot_state(slot), 0.0f);
     cursors[slot] = {};
   }
-  bool will_flush(int slot, int tokens) const { return cursors[slot].history + tokens > window_; }
+  bool will_flush(int slot, int tokens) const {
+    const int history = cursors[slot].history;
+    return history + tokens > window_ || (!flush_limits.empty() && history >= flush_limits[slot]);
+  }
 
   // One conventional token a slot.
   std::vector<float> step(const std::vector<int>& slots, const Tokens& tokens) {
@@ -180,13 +183,16 @@ class RecurrentRig : public State {
     return out;
   }
 
-  // A window a slot, not yet committed; a flush has moved the cursor to the folded state.
+  // A window a slot, not yet committed; a flush has moved the cursor to the folded state, and the slot's limit to L.
   std::vector<float> decode(const std::vector<int>& slots, int tokens_per_row, const Tokens& tokens, Readout readout) {
     const Call call = begin(slots, tokens, slots.size() * tokens_per_row);
     this->run_decode(this->state(), call.rows, tokens_per_row, call.tokens, readout, call.out);
     std::vector<float> out = this->memory.finish();
-    for (int slot : slots)
-      if (slot != kPaddingSlot && will_flush(slot, tokens_per_row)) move_to(slot, 0);
+    for (int slot : slots) {
+      if (slot == kPaddingSlot || !will_flush(slot, tokens_per_row)) continue;
+      move_to(slot, 0);
+      if (!flush_limits.empty()) flush_limits[slot] = window_;
+    }
     return out;
   }
   void commit(int slot, int accepted) { cursors[slot].history += accepted; }
@@ -219,6 +225,7 @@ class RecurrentRig : public State {
     in_ = out_ = slot_;
     base_.assign(slots.size(), 0);
     history_.assign(slots.size(), 0);
+    limit_.assign(slots.size(), 0);
     for (size_t b = 0; b < slots.size(); ++b) {
       // Slots that do not exist are for the op to refuse.
       if (slots[b] < 0 || slots[b] >= static_cast<int>(cursors.size())) continue;
@@ -226,8 +233,15 @@ class RecurrentRig : public State {
       history_[b] = cursors[slots[b]].history;
       in_[b] = checkpoint_in[slots[b]];
       out_[b] = checkpoint_out[slots[b]];
+      if (!flush_limits.empty()) limit_[b] = flush_limits[slots[b]];
     }
-    return {static_cast<int>(slots.size()), slot_.data(), base_.data(), history_.data(), in_.data(), out_.data()};
+    return {static_cast<int>(slots.size()),
+            slot_.data(),
+            base_.data(),
+            history_.data(),
+            in_.data(),
+            out_.data(),
+            flush_limits.empty() ? nullptr : limit_.data()};
   }
 
  private:
@@ -251,10 +265,11 @@ class RecurrentRig : public State {
   int capacity;
   std::vector<Cursor> cursors;
   std::vector<int32_t> checkpoint_in, checkpoint_out;
+  std::vector<int32_t> flush_limits;  // of the slots; empty: rows have none
 
  private:
   int window_;
-  std::vector<int32_t> slot_, history_, in_, out_;
+  std::vector<int32_t> slot_, history_, in_, out_, limit_;
   std::vector<int64_t> base_;
 };
 

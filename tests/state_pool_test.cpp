@@ -196,10 +196,11 @@ TEST(StatePool, PaddingRowsTouchNoStateAndGiveZeros) {
   EXPECT_EQ(pool_bits(pool), pool_bits(other));
 }
 
-// Every checkpoint that a flush leaves has the bits of conventional decoding of the accepted tokens.
-TEST(StatePool, OnlyCommittedRecordsAreEverFolded) {
+// Every checkpoint that a flush leaves has the bits of conventional decoding of the accepted tokens. Where flushes are
+// staggered, conventional steps between let the slot's first limit come again.
+void expect_only_committed_records_folded(bool is_staggered) {
   MiniModel model(mini_layout(kWindow, kMaxStep));
-  StatePool pool(model.layout(), slots(model.layout(), 1), {.is_poisoned = true});
+  StatePool pool(model.layout(), slots(model.layout(), 5), {.is_poisoned = true, .staggers_flushes = is_staggered});
   StatePool conventional(model.layout(), slots(model.layout(), 1));
   Lane lane = lane_in(pool, 1);
   const Handle twin = conventional.allocate(512);
@@ -210,7 +211,10 @@ TEST(StatePool, OnlyCommittedRecordsAreEverFolded) {
     const int64_t base = pool.cursor(lane.handle).base;
     const auto before = checkpoints_of(pool, lane.handle);
     const int tokens = pick(1, kMaxStep);
-    advance(model, pool, {&lane}, StepKind::kReplay, tokens, {pick(0, tokens)});
+    if (is_staggered && pick(0, 5) == 0)
+      advance(model, pool, {&lane}, StepKind::kConventional, 1);
+    else
+      advance(model, pool, {&lane}, StepKind::kReplay, tokens, {pick(0, tokens)});
     const int64_t folded = pool.cursor(lane.handle).base;
     if (folded == base) {
       EXPECT_EQ(checkpoints_of(pool, lane.handle), before);
@@ -221,6 +225,21 @@ TEST(StatePool, OnlyCommittedRecordsAreEverFolded) {
     ASSERT_EQ(checkpoints_of(pool, lane.handle), checkpoints_of(conventional, twin)) << "at " << folded;
   }
   EXPECT_GT(flushes, 50);
+}
+
+TEST(StatePool, OnlyCommittedRecordsAreEverFolded) {
+  expect_only_committed_records_folded(false);
+  expect_only_committed_records_folded(true);
+}
+
+TEST(StatePool, StaggeredRowsHaveTheBitsOfConventionalOnes) {
+  for (const CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes}) {
+    MiniModel model(mini_layout(kWindow, kMaxStep, form));
+    StatePool pool(model.layout(), slots(model.layout(), 8), {.is_poisoned = true, .staggers_flushes = true});
+    StatePool conventional(model.layout(), slots(model.layout(), 8));
+    test::expect_staggered_rows_are_conventional(
+        model, pool, conventional, [](StatePool& of, Handle handle) { return checkpoints_of(of, handle); });
+  }
 }
 
 TEST(StatePool, RollbackMovesNoStateBytes) {
@@ -253,9 +272,12 @@ void run_to_fork(MiniModel& model, StatePool& pool, Lane& lane, int records) {
 }
 
 // Forks until the pool is full, steps all sharers at once and goes on; each must be as a sequence that never forked.
-void expect_forks_continue(int sharers, int records, StepKind kind, CheckpointForm form) {
+// Where flushes are staggered, direct readouts are so until a step of another kind.
+void expect_forks_continue(int sharers, int records, StepKind kind, CheckpointForm form, bool is_staggered) {
   MiniModel model(mini_layout(kWindow, kMaxStep, form));
-  StatePool pool(model.layout(), slots(model.layout(), sharers), {.is_poisoned = true});
+  if (is_staggered && kind != StepKind::kReplay) model.readout = Readout::kExact;
+  StatePool pool(model.layout(), slots(model.layout(), sharers),
+                 {.is_poisoned = true, .staggers_flushes = is_staggered});
   std::vector<Lane> lanes = {lane_in(pool, 1)};
   run_to_fork(model, pool, lanes[0], records);
   while (static_cast<int>(lanes.size()) < sharers) {
@@ -268,13 +290,14 @@ void expect_forks_continue(int sharers, int records, StepKind kind, CheckpointFo
   EXPECT_EQ(pool.counts().used_checkpoints, 1);
   std::vector<Lane*> all;
   for (Lane& lane : lanes) all.push_back(&lane);
+  const bool is_written =
+      kind != StepKind::kReplay || pool.cursor(lanes[0].handle).history == pool.ledger().flush_limit(lanes[0].handle);
   advance(model, pool, all, kind, 1);
-  const bool is_written = kind != StepKind::kReplay || records == kWindow;
   EXPECT_EQ(pool.counts().used_checkpoints, is_written ? sharers : 1);
   run_script(model, pool, all, 6, 30);
   for (int child = 0; child < sharers; ++child) {
-    StatePool alone(model.layout(), slots(model.layout(), 1));
-    Lane lane = lane_in(alone, 1);
+    StatePool alone(model.layout(), slots(model.layout(), sharers), {.staggers_flushes = is_staggered});
+    Lane lane = lane_in(alone, 1);  // in the slot that the parent has
     run_to_fork(model, alone, lane, records);
     if (child > 0) lane.random.seed(100 + child);
     advance(model, alone, {&lane}, kind, 1);
@@ -289,7 +312,8 @@ TEST(StatePool, ForksContinueAsTheParentWould) {
     for (int records = 0; records <= kWindow; ++records) {
       for (const StepKind kind : {StepKind::kReplay, StepKind::kConventional, StepKind::kPrefill}) {
         for (const CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes})
-          expect_forks_continue(sharers, records, kind, form);
+          for (const bool is_staggered : {false, true})
+            expect_forks_continue(sharers, records, kind, form, is_staggered);
       }
     }
   }

@@ -17,7 +17,7 @@ constexpr int kWindow = 6, kMaxStep = 4, kSlots = 3;
 class BytePool : public SequencePool {
  public:
   BytePool(const StateLayout& layout, const StateStorage& storage, const PoolSize& size)
-      : SequencePool(layout, size, 0, storage), bytes(size_t{1} << 18) {
+      : SequencePool(layout, size, storage, {}), bytes(size_t{1} << 18) {
     size_t used = 0;
     place(size, [&](size_t count) {
       std::byte* array = &bytes[used];
@@ -165,6 +165,8 @@ TEST_P(StateStorages, BytesAreThoseOfTheArrays) {
   EXPECT_EQ(bytes.ring, C * (element * (2 * 16 + 4 * 8 + 3 * 32 + 3 * 4 + 4 * 8 + 2 * 16) +
                              4 * (2 + 4 * 2 + 3 + 3 * 32 + 3 + 4 * 2) + squares));
   EXPECT_EQ(bytes.convolution, element * ((3 + kMaxStep) * 96 + (2 + kMaxStep) * 204 + (3 + kMaxStep) * 96));
+  EXPECT_EQ(kv_token_bytes(layout_, GetParam()), element * (2 * 2 * 4 + 6)) << "no values beside the latents";
+  EXPECT_EQ(pool_bytes(layout_, {3, 7}, GetParam()), 3 * bytes.total() + 7 * 8 * element * (2 * 2 * 4 + 6));
 }
 
 INSTANTIATE_TEST_SUITE_P(All, StateStorages,

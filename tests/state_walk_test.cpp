@@ -37,7 +37,8 @@ class StateWalk {
  public:
   explicit StateWalk(uint64_t seed)
       : model_(mini_layout(kWindow, kMaxStep)),
-        pool_(model_.layout(), PoolSize{4, 26}, {.max_rows = 6, .is_poisoned = true}),
+        pool_(model_.layout(), PoolSize{4, 26},
+              {.max_rows = 6, .is_poisoned = true, .staggers_flushes = seed % 2 == 0}),
         random_(seed) {
     model_.readout = Readout::kExact;
   }

@@ -127,6 +127,44 @@ void CudaDevice::fill_words(void* device, uint32_t word, size_t count) {
   check_cuda(cudaGetLastError(), "cuda: fill");
 }
 
+PinnedUploads::Block::~Block() {
+  if (end != nullptr) {
+    cudaEventSynchronize(static_cast<cudaEvent_t>(end));
+    cudaEventDestroy(static_cast<cudaEvent_t>(end));
+  }
+  if (memory != nullptr) cudaFreeHost(memory);
+}
+
+PinnedUploads::PinnedUploads(size_t block_bytes, CudaDevice& device) : device_(device) {
+  if (block_bytes == 0) return;
+  for (Block& block : blocks_) {
+    const cudaError_t status = cudaHostAlloc(&block.memory, block_bytes, cudaHostAllocDefault);
+    if (status != cudaSuccess) {
+      cudaGetLastError();
+      fail("cuda: {} bytes of page-locked host memory, {} times, cannot be had ({})", block_bytes, kBlocks,
+           cudaGetErrorString(status));
+    }
+    cudaEvent_t end = nullptr;
+    check_cuda(cudaEventCreateWithFlags(&end, cudaEventDisableTiming), "cuda: create an event");
+    block.end = end;
+  }
+}
+
+void* PinnedUploads::next() {
+  current_ = (current_ + 1) % kBlocks;
+  const Block& block = blocks_[current_];
+  check_cuda(cudaEventSynchronize(static_cast<cudaEvent_t>(block.end)), "cuda: wait for an upload");
+  return block.memory;
+}
+
+void PinnedUploads::upload(void* to, size_t stride, size_t row_bytes, size_t rows) {
+  const Block& block = blocks_[current_];
+  const cudaStream_t stream = stream_of(device_.stream());
+  check_cuda(cudaMemcpy2DAsync(to, stride, block.memory, row_bytes, row_bytes, rows, cudaMemcpyHostToDevice, stream),
+             "cuda: upload");
+  check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(block.end), stream), "cuda: upload");
+}
+
 CudaGraph::~CudaGraph() {
   if (graph_ != nullptr) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph_));
 }
@@ -165,7 +203,10 @@ void CudaTimer::mark() {
   cudaEvent_t event = nullptr;
   check_cuda(cudaEventCreate(&event), "cuda timer: create an event");
   marks_.push_back(event);
-  check_cuda(cudaEventRecord(event, stream_of(device_.stream())), "cuda timer: record an event");
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream_of(device_.stream()), &status), "cuda timer: ask for a capture");
+  const unsigned flags = status == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal;
+  check_cuda(cudaEventRecordWithFlags(event, stream_of(device_.stream()), flags), "cuda timer: record an event");
 }
 
 std::vector<double> CudaTimer::intervals_us() {

@@ -2,6 +2,7 @@
 // There without CUDA too; the functions are defined only where the library is built with REPLAYSSM_CUDA.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -117,6 +118,35 @@ class DeviceBuffer {
   size_t count_ = 0;
 };
 
+// Uploads from page-locked memory of the host, which the host does not wait for: one of kBlocks blocks after the other
+// is filled and uploaded in turn.
+class PinnedUploads {
+ public:
+  static constexpr int kBlocks = 3;
+
+  // block_bytes: of the largest upload; 0: there will be none. Throws Error if so much memory cannot be locked.
+  PinnedUploads(size_t block_bytes, CudaDevice& device);
+  PinnedUploads(const PinnedUploads&) = delete;
+  PinnedUploads& operator=(const PinnedUploads&) = delete;
+
+  // The block in turn, for the host to fill. Waits only where the GPU has still to do the last kBlocks uploads.
+  void* next();
+  // Queues the upload of `rows` rows of row_bytes bytes, which lie one after the other in the block that next() gave,
+  // to where rows begin `stride` bytes apart from `to` on. Once after each next().
+  void upload(void* to, size_t stride, size_t row_bytes, size_t rows);
+
+ private:
+  struct Block {
+    void* memory = nullptr;
+    void* end = nullptr;  // a cudaEvent_t: of the block's last upload
+    ~Block();
+  };
+
+  CudaDevice& device_;
+  std::array<Block, kBlocks> blocks_;
+  int current_ = 0;
+};
+
 // A captured sequence of ops. What the ops read when it is launched is what the arrays they were given then hold.
 class CudaGraph {
  public:
@@ -147,7 +177,8 @@ class CudaGraph {
   void* graph_ = nullptr;
 };
 
-// Marks among the work of a device's stream, and the times between them as the GPU sees them.
+// Marks among the work of a device's stream, and the times between them as the GPU sees them. Those made while the
+// stream is captured belong to the graph, and tell of its last launch.
 class CudaTimer {
  public:
   explicit CudaTimer(CudaDevice& device) : device_(device) {}

@@ -309,7 +309,7 @@ void delta_decode_kernel(const DeltaDecode& args, int64_t begin, int64_t end, st
       zero_outputs(shape, window, out);
       continue;
     }
-    const bool flushes = window.history + T > args.state.window;
+    const bool flushes = args.rows.will_flush(row, T, args.state.window);
     const bool is_recurrent = flushes || args.readout == Readout::kExact;
     if (is_recurrent) run_recurrence(args.state, window, flushes ? window.history : 0, out, scratch);
     if (flushes) {  // the older records leave the view

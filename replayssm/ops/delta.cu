@@ -62,7 +62,10 @@ struct DeltaUnit {
   }
 
   __device__ const DeltaShape& shape() const { return args.state.shape; }
-  __device__ bool will_flush() const { return row.history + tokens > args.state.window; }
+  // (The limit is read where it is needed: one kept from the start would take a register from the updates.)
+  __device__ bool will_flush() const {
+    return replayssm::will_flush(args.rows.flush_limit, blockIdx.z, row.history, tokens, args.state.window);
+  }
   __device__ bool is_first_of_head() const { return first_value == 0; }
   __device__ bool is_first_of_key_head() const {
     return first_value == 0 && head % (shape().heads / shape().key_heads) == 0;
@@ -297,6 +300,8 @@ __device__ void run_slice(const DeltaUnit<T>& unit, uint4* shared) {
 template <int K, bool kPerChannel, typename T>
 __global__ void __launch_bounds__(32, kBlocks) delta_recurrence_kernel(const __grid_constant__ DeltaArgs<T> args) {
   extern __shared__ uint4 shared[];
+  wait_for_previous();
+  let_next_start();
   const DeltaUnit<T> unit(args, blockIdx.z, blockIdx.y, blockIdx.x);
   if (!unit.is_refused(blockIdx.z)) run_slice<K, kPerChannel>(unit, shared);
 }
@@ -306,7 +311,7 @@ void launch_padded(const DeltaArgs<T>& args, CudaDevice& device) {
   const DeltaShape& shape = args.state.shape;
   const int slices = (shape.value_size + kSliceRows - 1) / kSliceRows;
   launch(args.op, delta_recurrence_kernel<K, kPerChannel, T>, dim3(slices, shape.heads, args.rows.count), 32,
-         kSliceBytes<K> + record_bytes<T>(args.state.window + args.tokens_per_row), args, device);
+         kSliceBytes<K> + record_bytes<T>(args.state.window + args.tokens_per_row), args, device, Launch::kOverlapping);
 }
 
 template <typename T>

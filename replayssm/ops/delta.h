@@ -82,9 +82,9 @@ using DeltaStep = BasicDeltaStep<float, float>;
 void delta_step(const DeltaStep& args, Device& device, std::span<std::byte> workspace);
 
 // ReplaySSM: a window of T tokens a row, 1 <= T <= L. Appends the window's records at logical history .. history+T-1.
-// A row with history + T > L flushes first: its history is folded into checkpoint_out (the caller then moves the
-// cursor to base + history, 0); otherwise no checkpoint is written. A flushing row's outputs come from the folded
-// state.
+// A row with history + T > L, or whose history has reached its rows.flush_limit, flushes first: its history is folded
+// into checkpoint_out (the caller then moves the cursor to base + history, 0); otherwise no checkpoint is written. A
+// flushing row's outputs come from the folded state.
 template <typename T, typename Out>
 struct BasicDeltaDecode {
   BasicDeltaState<T> state;

@@ -119,12 +119,15 @@ struct Mamba2Arrays {
 
 // What the two steps' doors have in common. Returns the number of tokens.
 template <typename State>
-int64_t check_tokens(const char* op, const State& state, const StateRows& rows, int tokens_per_row, int key_size) {
+int64_t check_tokens(const char* op, const State& state, const StateRows& rows, int tokens_per_row,
+                     bool is_conventional, int key_size) {
   check_shape(state.shape);
   check_cuda_sizes(op, "key size", key_size, rows.count);
   check_ring(op, state.window, state.capacity);
   check_window(op, tokens_per_row, state.window, state.capacity);
   check_cuda_window(op, state.window, tokens_per_row);
+  require(!is_conventional || tokens_per_row == 1, "{}: expected 1 token a row in a conventional step, got {}", op,
+          tokens_per_row);
   return int64_t{rows.count} * tokens_per_row;
 }
 
@@ -218,7 +221,8 @@ size_t layer_workspace_bytes(const Mamba2Shape& shape, int64_t tokens) {
 template <typename T>
 void delta_layer_step(const DeltaLayerStep<T>& args, CudaDevice& device, std::span<std::byte> workspace) {
   const DeltaShape& shape = args.state.shape;
-  const int64_t tokens = check_tokens("delta_layer_step", args.state, args.rows, args.tokens_per_row, shape.key_size);
+  const int64_t tokens = check_tokens("delta_layer_step", args.state, args.rows, args.tokens_per_row,
+                                      args.is_conventional, shape.key_size);
   if (tokens == 0) return;
   const DeltaArrays<T> arrays(shape, tokens, workspace.data());
   check_delta_step(args, arrays, workspace);
@@ -248,20 +252,20 @@ void delta_layer_step(const DeltaLayerStep<T>& args, CudaDevice& device, std::sp
   launch_prepare("delta_layer_step", conv, args.state, gates, plan, device);
 
   const int64_t keys = int64_t{shape.key_heads} * shape.key_size;
-  const BasicDeltaDecode<T, float> decode = {.state = args.state,
-                                             .rows = args.rows,
-                                             .tokens_per_row = args.tokens_per_row,
-                                             .tokens = {.q = arrays.convolved,
-                                                        .k = arrays.convolved + keys,
-                                                        .v = arrays.convolved + 2 * keys,
-                                                        .g = arrays.g,
-                                                        .beta = arrays.beta,
-                                                        .q_stride = arrays.channels,
-                                                        .k_stride = arrays.channels,
-                                                        .v_stride = arrays.channels},
-                                             .readout = args.readout,
-                                             .out = arrays.mixed};
-  delta_decode(decode, device, {});
+  const BasicDeltaTokens<T> convolved = {.q = arrays.convolved,
+                                         .k = arrays.convolved + keys,
+                                         .v = arrays.convolved + 2 * keys,
+                                         .g = arrays.g,
+                                         .beta = arrays.beta,
+                                         .q_stride = arrays.channels,
+                                         .k_stride = arrays.channels,
+                                         .v_stride = arrays.channels};
+  if (args.is_conventional)
+    delta_step(BasicDeltaStep<T, float>{args.state, args.rows, convolved, arrays.mixed}, device, {});
+  else
+    delta_decode(
+        BasicDeltaDecode<T, float>{args.state, args.rows, args.tokens_per_row, convolved, args.readout, arrays.mixed},
+        device, {});
 
   NormVectors<float, T, T> norm =
       vectors_of(BasicGatedRmsNorm<float, T, T>{.tokens = tokens,
@@ -284,8 +288,8 @@ void delta_layer_step(const DeltaLayerStep<T>& args, CudaDevice& device, std::sp
 template <typename T>
 void mamba2_layer_step(const Mamba2LayerStep<T>& args, CudaDevice& device, std::span<std::byte> workspace) {
   const Mamba2Shape& shape = args.state.shape;
-  const int64_t tokens =
-      check_tokens("mamba2_layer_step", args.state, args.rows, args.tokens_per_row, shape.state_size);
+  const int64_t tokens = check_tokens("mamba2_layer_step", args.state, args.rows, args.tokens_per_row,
+                                      args.is_conventional, shape.state_size);
   if (tokens == 0) return;
   const Mamba2Arrays<T> arrays(shape, tokens, workspace.data());
   check_mamba2_step(args, arrays, workspace);
@@ -310,21 +314,20 @@ void mamba2_layer_step(const Mamba2LayerStep<T>& args, CudaDevice& device, std::
                                      .out = arrays.dt};
   launch_prepare("mamba2_layer_step", conv, args.state, gates, plan, device);
 
-  const BasicMamba2Decode<T, float> decode = {
-      .state = args.state,
-      .rows = args.rows,
-      .heads = args.heads,
-      .tokens_per_row = args.tokens_per_row,
-      .tokens = {.x = arrays.convolved,
-                 .b = arrays.convolved + arrays.inner,
-                 .c = arrays.convolved + arrays.inner + int64_t{shape.groups} * shape.state_size,
-                 .dt = arrays.dt,
-                 .x_stride = arrays.channels,
-                 .b_stride = arrays.channels,
-                 .c_stride = arrays.channels},
-      .readout = args.readout,
-      .out = arrays.mixed};
-  mamba2_decode(decode, device, {});
+  const BasicMamba2Tokens<T> convolved = {
+      .x = arrays.convolved,
+      .b = arrays.convolved + arrays.inner,
+      .c = arrays.convolved + arrays.inner + int64_t{shape.groups} * shape.state_size,
+      .dt = arrays.dt,
+      .x_stride = arrays.channels,
+      .b_stride = arrays.channels,
+      .c_stride = arrays.channels};
+  if (args.is_conventional)
+    mamba2_step(BasicMamba2Step<T, float>{args.state, args.rows, args.heads, convolved, arrays.mixed}, device, {});
+  else
+    mamba2_decode(BasicMamba2Decode<T, float>{args.state, args.rows, args.heads, args.tokens_per_row, convolved,
+                                              args.readout, arrays.mixed},
+                  device, {});
 
   NormVectors<float, T, T> norm = vectors_of(BasicGateFirstRmsNorm<float, T, T>{.tokens = tokens,
                                                                                 .groups = shape.groups,

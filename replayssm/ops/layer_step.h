@@ -1,4 +1,5 @@
-// A recurrent layer between its input projections and its output projection, in decoding on a GPU:
+// A recurrent layer between its input projections and its output projection, in decoding on a GPU, by replay or, where
+// asked for, conventionally:
 //
 //   delta_layer_step:   q | k | v = silu(conv(qkv) + bias);  g, beta = delta_gates(a, b);  o = delta_decode(...);
 //                       out = o / sqrt(mean(o^2) + eps) * w * gate(z), a head at a time, gate silu or sigmoid
@@ -36,10 +37,11 @@ struct DeltaLayerStep {
   StateRows rows;
   int tokens_per_row = 1;  // T, 1 .. 16, and what both states have room for
   Readout readout = Readout::kDirect;
-  const T* qkv = nullptr;  // [B * T, channels], as projected
-  const T* z = nullptr;    // [B * T, H, V]
-  const T* a = nullptr;    // [B * T, H, gate_size]
-  const T* b = nullptr;    // [B * T, H]
+  bool is_conventional = false;  // with delta_step in place of delta_decode; tokens_per_row is 1
+  const T* qkv = nullptr;        // [B * T, channels], as projected
+  const T* z = nullptr;          // [B * T, H, V]
+  const T* a = nullptr;          // [B * T, H, gate_size]
+  const T* b = nullptr;          // [B * T, H]
   int64_t qkv_stride = 0, z_stride = 0, a_stride = 0, b_stride = 0;
   const float* conv_weight = nullptr;  // [4, channels]
   const float* conv_bias = nullptr;    // [channels] or null
@@ -63,9 +65,10 @@ struct Mamba2LayerStep {
   StateRows rows;
   int tokens_per_row = 1;  // T, 1 .. 16, and what both states have room for
   Readout readout = Readout::kDirect;
-  const T* xbc = nullptr;  // [B * T, channels], as projected
-  const T* z = nullptr;    // [B * T, H, P]
-  const T* dt = nullptr;   // [B * T, H]
+  bool is_conventional = false;  // with mamba2_step in place of mamba2_decode; tokens_per_row is 1
+  const T* xbc = nullptr;        // [B * T, channels], as projected
+  const T* z = nullptr;          // [B * T, H, P]
+  const T* dt = nullptr;         // [B * T, H]
   int64_t xbc_stride = 0, z_stride = 0, dt_stride = 0;
   const float* conv_weight = nullptr;  // [4, channels]
   const float* conv_bias = nullptr;    // [channels] or null

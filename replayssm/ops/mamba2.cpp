@@ -215,7 +215,7 @@ void mamba2_decode_kernel(const Mamba2Decode& args, int64_t begin, int64_t end, 
       zero_outputs(window, out);
       continue;
     }
-    const bool flushes = window.count() > args.state.window;
+    const bool flushes = args.rows.will_flush(row, T, args.state.window);
     if (flushes || args.readout == Readout::kExact)
       run_recurrence(window, args.heads, flushes ? window.history : 0, out, scratch);
     else

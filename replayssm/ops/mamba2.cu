@@ -56,7 +56,10 @@ struct Mamba2Unit {
   }
 
   __device__ const Mamba2Shape& shape() const { return args.state.shape; }
-  __device__ bool will_flush() const { return row.history + tokens > args.state.window; }
+  // (The limit is read where it is needed: one kept from the start would take a register from the updates.)
+  __device__ bool will_flush() const {
+    return replayssm::will_flush(args.rows.flush_limit, blockIdx.z, row.history, tokens, args.state.window);
+  }
   __device__ bool is_first_of_group() const { return head % (shape().heads / shape().groups) == 0; }
   __device__ int position(int record) const { return row.position(record, args.state.capacity); }
   __device__ int64_t token_head(int t) const { return (first_token + t) * shape().heads + head; }
@@ -227,6 +230,8 @@ __device__ void run_slice(const Mamba2Unit<T>& unit, int first, uint4* shared) {
 template <int K, typename T>
 __global__ void __launch_bounds__(32, kBlocks) mamba2_recurrence_kernel(const __grid_constant__ Mamba2Args<T> args) {
   extern __shared__ uint4 shared[];
+  wait_for_previous();
+  let_next_start();
   const Mamba2Unit<T> unit(args, blockIdx.z, blockIdx.y);
   const int first = blockIdx.x * kSliceRows;
   if (!unit.is_refused(blockIdx.z, first, min(kSliceRows, unit.shape().head_size - first)))
@@ -238,7 +243,7 @@ void launch_padded(const Mamba2Args<T>& args, CudaDevice& device) {
   const Mamba2Shape& shape = args.state.shape;
   const int slices = (shape.head_size + kSliceRows - 1) / kSliceRows;
   launch(args.op, mamba2_recurrence_kernel<K, T>, dim3(slices, shape.heads, args.rows.count), 32,
-         kSliceBytes<K> + record_bytes<T>(args.state.window + args.tokens_per_row), args, device);
+         kSliceBytes<K> + record_bytes<T>(args.state.window + args.tokens_per_row), args, device, Launch::kOverlapping);
 }
 
 template <typename T>

@@ -99,6 +99,7 @@ struct ReplayBlock {
     copy(3, &row.history, args.rows.history + b);
     copy(4, &row.checkpoint_in, args.rows.checkpoint_in + b);
     copy(5, &row.checkpoint_out, args.rows.checkpoint_out + b);
+    if (args.rows.flush_limit != nullptr) copy(6, &schedule().flush_limit[index % kUnits], args.rows.flush_limit + b);
   }
 
   // Makes unit `index` of its row's numbers; for a warp.
@@ -130,7 +131,8 @@ struct ReplayBlock {
     u.first_value = part * args.plan.unit_values;
     u.values = min(args.plan.unit_values, args.values - u.first_value);
     u.history = row.history;
-    u.will_flush = row.history + args.tokens > args.window;
+    const int limit = args.rows.flush_limit != nullptr ? schedule().flush_limit[index % kUnits] : args.window;
+    u.will_flush = row.history + args.tokens > args.window || row.history >= limit;
     const auto is_in = [](int at, int64_t count) { return at >= 0 && at < count; };
     if (row.slot == kPaddingSlot) {
       u.kind = UnitKind::kPadding;
@@ -648,6 +650,8 @@ struct ReplayBlock {
 template <Recurrence kRecurrence, int K, CheckpointForm kForm, typename T>
 __global__ void __launch_bounds__(256, 2) replay_kernel(const __grid_constant__ ReplayArgs<T> args) {
   extern __shared__ uint4 memory[];
+  wait_for_previous();
+  let_next_start();
   ReplayBlock<kRecurrence, K, kForm, T>{args, reinterpret_cast<char*>(memory)}.run();
 }
 
@@ -662,7 +666,7 @@ void launch_formed(ReplayArgs<T> args, CudaDevice& device) {
   const int resident = resident_blocks(args.op, kernel, plan.threads(), plan.shared.bytes);
   const uint32_t blocks = std::min<uint32_t>(args.plan.units, device.properties().multiprocessors * resident);
   if (args.plan.units > kAhead * blocks) args.asked = device.counter();
-  launch(args.op, kernel, dim3(blocks), plan.threads(), plan.shared.bytes, args, device);
+  launch(args.op, kernel, dim3(blocks), plan.threads(), plan.shared.bytes, args, device, Launch::kOverlapping);
 }
 
 template <Recurrence kRecurrence, typename T>

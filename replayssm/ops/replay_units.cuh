@@ -56,6 +56,7 @@ static_assert(kUnits > kAhead + 1);
 struct ReplaySchedule {
   uint32_t number[kUnits];
   RowWords row[kUnits];
+  int32_t flush_limit[kUnits];  // of the same rows, if they have any
   ReplayUnit unit[kUnits];
   float head_numbers[3][2];                            // a_log, skip
   Arrival<true> records[2];                            // of units in turn

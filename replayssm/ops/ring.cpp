@@ -18,6 +18,9 @@ void check_rows(const char* op, const StateRows& rows, int64_t slots, int64_t ch
     require(rows.base[b] >= 0, "{}: row {}: expected a base >= 0, got {}", op, b, rows.base[b]);
     require(rows.history[b] >= 0 && rows.history[b] <= window,
             "{}: row {}: expected a history of 0 to {} records, got {}", op, b, window, rows.history[b]);
+    if (rows.flush_limit != nullptr)
+      require(rows.flush_limit[b] >= 1, "{}: row {}: expected a flush limit of at least 1 record, got {}", op, b,
+              rows.flush_limit[b]);
     for (int32_t checkpoint : {rows.checkpoint_in[b], rows.checkpoint_out[b]})
       require(checkpoint >= 0 && checkpoint < checkpoints, "{}: row {}: expected a checkpoint of 0 to {}, got {}", op,
               b, checkpoints - 1, checkpoint);

@@ -125,6 +125,11 @@ __device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_
   return row;
 }
 
+// As StateRows::will_flush, for row b with `history` records.
+__device__ inline bool will_flush(const int32_t* flush_limit, int b, int history, int tokens, int window) {
+  return history + tokens > window || (flush_limit != nullptr && history >= __ldg(flush_limit + b));
+}
+
 // The row that holds `token`, of those that hold any.
 __device__ inline int row_of_token(const int32_t* token_begin, int rows, int64_t token) {
   int low = 0, high = rows;

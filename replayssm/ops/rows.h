@@ -25,6 +25,15 @@ struct StateRows {
   const int32_t* history = nullptr;         // [B] 0 .. L
   const int32_t* checkpoint_in = nullptr;   // [B] checkpoint that is read
   const int32_t* checkpoint_out = nullptr;  // [B] checkpoint that a flush writes; may equal checkpoint_in
+  // [B] >= 1, or null: none. A row whose history has reached its limit flushes in a replay step even though the ring
+  // has room, so that rows which begin together need not flush together. A limit of L or more is none.
+  const int32_t* flush_limit = nullptr;
+
+  // Whether a replay step of T = `tokens` tokens a row with window L first folds row b's history. A row without history
+  // never does.
+  bool will_flush(int64_t b, int tokens, int window) const {
+    return history[b] + tokens > window || (flush_limit != nullptr && history[b] >= flush_limit[b]);
+  }
 };
 
 // How the FP32 words of a checkpoint lie in memory. Either way a head takes 4 bytes an element, and zeros are zeros.
@@ -56,15 +65,18 @@ struct RowArrays {
   int32_t* checkpoint_in = nullptr;   // [capacity]
   int32_t* checkpoint_out = nullptr;  // [capacity]
   int32_t* token_begin = nullptr;     // [capacity + 1]
+  int32_t* flush_limit = nullptr;     // [capacity], or null: the rows have none
 };
 // Writes rows that lie in host memory, with their token_begin [rows.count + 1], to `to`, queued on the GPU's stream.
-// The rest of `to` become padding rows without tokens. The host's arrays travel with the launches: they may change as
-// soon as the call returns, and it waits for nothing.
+// The rest of `to` become padding rows without tokens. A flush limit above 65,535 is written as 65,535, and so is that
+// of a row without one. The host's arrays travel with the launches: they may change as soon as the call returns, and it
+// waits for nothing.
 void put_rows(const StateRows& rows, const int32_t* token_begin, const RowArrays& to, CudaDevice& device);
 
-// Moves the cursors of rows in device memory after a replay step of them, on the GPU. A row whose step flushed (history
-// + tokens_per_row > window) first goes to (base + history, 0) and from then on reads checkpoint_out; then the first
-// accepted[b] of its tokens, 0 .. tokens_per_row, become committed. Padding rows stay as they are.
+// Moves the cursors of rows in device memory after a replay step of them, on the GPU. A row whose step flushed
+// (StateRows::will_flush) first goes to (base + history, 0), from then on reads checkpoint_out, and has a flush limit
+// of `window`; then the first accepted[b] of its tokens, 0 .. tokens_per_row, become committed. Padding rows stay as
+// they are.
 struct CommitRows {
   int count = 0;                            // B
   const int32_t* slot = nullptr;            // [B]
@@ -75,6 +87,7 @@ struct CommitRows {
   int tokens_per_row = 1;                   // T
   int window = 0;                           // L
   const int32_t* accepted = nullptr;        // [B], or null: all T
+  int32_t* flush_limit = nullptr;           // [B], or null: none
 };
 void commit_rows(const CommitRows& args, CudaDevice& device);
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -13,8 +14,8 @@
 namespace replayssm {
 namespace {
 
-// One array of one slot, as FP32 numbers on the CPU and in `element` on the GPU. A checkpoint's numbers are bits, in
-// one form on both sides.
+// One array of one slot, or of one of its KV pages, as FP32 numbers on the CPU and in `element` on the GPU. A
+// checkpoint's numbers are bits, in one form on both sides.
 struct SlotArray {
   std::string_view name;
   int layer;
@@ -23,6 +24,24 @@ struct SlotArray {
   int64_t count;
   Dtype element;
 };
+
+// The keys or the values of a sequence in one layer, `here` and `there` being all pages': a full page is one array, of
+// the last one the tokens of each head are.
+void add_pages(std::vector<SlotArray>& arrays, const SlotArray& all, const AttentionLayer& own, int64_t page_tokens,
+               int64_t tokens, std::span<const int32_t> pages_here, std::span<const int32_t> pages_there) {
+  const int64_t element_bytes = static_cast<int64_t>(dtype_bits(all.element) / 8);
+  const int64_t head = page_tokens * own.head_size, page = own.kv_heads * head;
+  for (int64_t index = 0; index * page_tokens < tokens; ++index) {
+    const int64_t kept = std::min(page_tokens, tokens - index * page_tokens);
+    const bool is_full = kept == page_tokens;
+    for (int64_t part = 0; part < (is_full ? 1 : own.kv_heads); ++part) {
+      SlotArray& array = arrays.emplace_back(all);
+      array.here += pages_here[index] * page + part * head;
+      array.there += (pages_there[index] * page + part * head) * element_bytes;
+      array.count = is_full ? page : kept * own.head_size;
+    }
+  }
+}
 
 std::vector<SlotArray> slot_arrays(StatePool& host, Handle here, const CudaStatePool& pool, Handle there) {
   std::vector<SlotArray> arrays;
@@ -35,6 +54,16 @@ std::vector<SlotArray> slot_arrays(StatePool& host, Handle here, const CudaState
                       at_there + number_there * count * (dtype_bits(kept) / 8), count, kept});
   };
   for (int layer = 0; layer < layers; ++layer) {
+    if (const auto* attention = std::get_if<AttentionLayer>(&pool.layout().layers[layer])) {
+      const KvCache cache = host.kv_cache(layer);
+      const auto add_all = [&](std::string_view name, float* at_here, std::byte* at_there) {
+        add_pages(arrays, {name, layer, at_here, at_there, 0, element}, *attention, cache.page_tokens,
+                  pool.cursor(there).tokens(), host.ledger().pages(here), pool.ledger().pages(there));
+      };
+      add_all("k", cache.k, pool.keys(layer));
+      if (cache.v != nullptr) add_all("v", cache.v, pool.values(layer));
+      continue;
+    }
     const RecurrentArrays& own = *pool.arrays(layer);
     add("checkpoint", layer, host.checkpoint(layer), host.ledger().checkpoint(here), pool.checkpoint(layer),
         pool.ledger().checkpoint(there), own.checkpoint_floats(), Dtype::kF32);
@@ -106,20 +135,29 @@ void fill_products(StatePool& host, Handle here) {
   }
 }
 
+// A pool of the same layout on the CPU for one sequence of up to `tokens` tokens, or as many as the context allows.
+StatePool host_pool(const CudaStatePool& pool, int64_t tokens) {
+  const StateLayout& layout = pool.layout();
+  return StatePool(layout, pool_size(layout, 1, std::clamp<int64_t>(tokens, 1, layout.context_tokens)));
+}
+
 }  // namespace
 
 void save_session(CudaStatePool& pool, Handle handle, const std::string& path) {
   check_saving(pool, handle);
-  StatePool host(pool.layout(), {1, 0});
-  const Handle copy = host.restore(pool.cursor(handle), pool.ledger().max_tokens(handle));
+  const Cursor cursor = pool.cursor(handle);
+  const int64_t tokens = std::max<int64_t>(1, cursor.tokens());
+  StatePool host = host_pool(pool, tokens);
+  const Handle copy = host.restore(cursor, tokens);
   for (const SlotArray& array : slot_arrays(host, copy, pool, handle)) download(array, pool.device());
   fill_products(host, copy);
   save_session(host, copy, path);
 }
 
 Handle load_session(CudaStatePool& pool, const std::string& path, int64_t max_tokens) {
-  StatePool host(pool.layout(), {1, 0});
+  StatePool host = host_pool(pool, max_tokens);
   for (int layer = 0; layer < static_cast<int>(pool.layout().layers.size()); ++layer) {
+    if (host.arrays(layer) == nullptr) continue;
     const std::vector<RingArray>& ring = host.arrays(layer)->ring;
     for (size_t i = 0; i < ring.size(); ++i)  // records that the file has not
       std::fill_n(host.ring(layer, i), ring[i].heads * pool.layout().ring_capacity() * ring[i].size, 0.0f);

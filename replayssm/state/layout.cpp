@@ -90,13 +90,6 @@ void check_layout(const StateLayout& layout) {
   }
 }
 
-int64_t RecurrentArrays::record_floats() const {
-  int64_t floats = 0;
-  for (const RingArray& array : ring)
-    if (!array.is_square) floats += array.heads * array.size;
-  return floats;
-}
-
 std::optional<RecurrentArrays> recurrent_arrays(const StateLayer& layer, int ring_capacity) {
   if (const auto* delta = std::get_if<DeltaLayer>(&layer)) return arrays_of(*delta, ring_capacity);
   if (const auto* mamba2 = std::get_if<Mamba2Layer>(&layer)) return arrays_of(*mamba2, ring_capacity);
@@ -125,12 +118,12 @@ SlotBytes slot_bytes(const StateLayout& layout, const StateStorage& storage) {
   return bytes;
 }
 
-size_t kv_token_bytes(const StateLayout& layout) {
+size_t kv_token_bytes(const StateLayout& layout, const StateStorage& storage) {
   size_t bytes = 0;
   for (const StateLayer& layer : layout.layers) {
     if (const auto* attention = std::get_if<AttentionLayer>(&layer)) {
       const int arrays = attention->latent_size > 0 ? 1 : 2;
-      bytes += arrays * sizeof(float) * attention->kv_heads * attention->head_size;
+      bytes += arrays * storage.element_bytes() * attention->kv_heads * attention->head_size;
     }
   }
   return bytes;
@@ -162,8 +155,9 @@ PoolSize fit_pool(const StateLayout& layout, size_t budget_bytes, int64_t tokens
   return size;
 }
 
-size_t pool_bytes(const StateLayout& layout, const PoolSize& size) {
-  return size.slots * slot_bytes(layout).total() + size.pages * layout.page_tokens * kv_token_bytes(layout);
+size_t pool_bytes(const StateLayout& layout, const PoolSize& size, const StateStorage& storage) {
+  return size.slots * slot_bytes(layout, storage).total() +
+         size.pages * layout.page_tokens * kv_token_bytes(layout, storage);
 }
 
 std::string describe_layers(const StateLayout& layout) {

@@ -95,8 +95,6 @@ struct RecurrentArrays {
   int conv_width = 0;
 
   int64_t checkpoint_floats() const { return checkpoint[0] * checkpoint[1] * checkpoint[2]; }
-  // Of one record, square arrays left out.
-  int64_t record_floats() const;
 };
 
 // Nothing of an attention layer.
@@ -118,7 +116,7 @@ size_t number_bytes(const RingArray& array, const StateStorage& storage);
 size_t ring_bytes(const RingArray& array, int ring_capacity, const StateStorage& storage);
 
 // Keys and values of one token, all layers; 0 without attention layers.
-size_t kv_token_bytes(const StateLayout& layout);
+size_t kv_token_bytes(const StateLayout& layout, const StateStorage& storage = {});
 
 inline constexpr int64_t kMaxSlots = 1 << 24;
 
@@ -136,7 +134,7 @@ PoolSize pool_size(const StateLayout& layout, int slots, int64_t tokens_per_slot
 PoolSize fit_pool(const StateLayout& layout, size_t budget_bytes, int64_t tokens_per_slot);
 
 // The bytes of a pool's state arrays.
-size_t pool_bytes(const StateLayout& layout, const PoolSize& size);
+size_t pool_bytes(const StateLayout& layout, const PoolSize& size, const StateStorage& storage = {});
 
 // The layers in words, one line: equal for two layouts exactly if a slot's checkpoint, records, inputs and keys of one
 // mean the same in the other. The windows, the page size, the context and the form are not part of it.

@@ -56,7 +56,8 @@ Ledger::Ledger(const LedgerLimits& limits) : limits_(limits) {
   free_pages_ = all_free(limits_.pages);
 
   copies_.reserve(rows);
-  for (auto* array : {&row_slot_, &row_history_, &row_checkpoint_in_, &row_checkpoint_out_}) array->resize(rows);
+  for (auto* array : {&row_slot_, &row_history_, &row_checkpoint_in_, &row_checkpoint_out_, &row_flush_limit_})
+    array->resize(rows);
   row_token_begin_.resize(rows + 1);
   row_base_.resize(rows);
   row_is_flushing_.resize(rows);
@@ -103,7 +104,7 @@ std::span<const int32_t> Ledger::pages(Handle handle) const {
 // caller.
 Ledger::Slot& Ledger::admit(int64_t max_tokens, int64_t shared_pages, const char* verb) {
   require(max_tokens >= 1 && max_tokens <= limits_.context_tokens,
-          "{}: a sequence must be 1 to {} tokens long (the context), given {}", verb, limits_.context_tokens,
+          "{}: a sequence of this pool must be 1 to {} tokens long, given {}", verb, limits_.context_tokens,
           max_tokens);
   require(!free_slots_.empty(), "{}: needs 1 slot, none of {} is free", verb, limits_.slots);
   const int64_t needed = pages_for(max_tokens) - shared_pages;
@@ -113,6 +114,7 @@ Ledger::Slot& Ledger::admit(int64_t max_tokens, int64_t shared_pages, const char
   Slot& slot = slots_[take_last(free_slots_)];
   slot = Slot{};
   slot.generation = next_generation();
+  slot.flush_limit = first_flush_limit(slot);
   slot.max_tokens = max_tokens;
   reserved_pages_ += promised_pages(slot);
   return slot;
@@ -133,6 +135,11 @@ void Ledger::own_checkpoint(Slot& slot) {
   const int32_t own = take_checkpoint();
   release_checkpoint(slot.checkpoint);
   slot.checkpoint = own;
+}
+
+int32_t Ledger::first_flush_limit(const Slot& slot) const {
+  const auto phase = limits_.staggers_flushes ? static_cast<int32_t>((&slot - slots_.data()) % limits_.window) : 0;
+  return limits_.window - phase;
 }
 
 void Ledger::assign_pages(Slot& slot, int64_t tokens) {
@@ -209,6 +216,7 @@ void Ledger::reset(Handle handle) {
   drop_pages(slot);
   own_checkpoint(slot);
   slot.cursor = {};
+  slot.flush_limit = first_flush_limit(slot);
   slot.rewind_limit = 0;
   slot.is_spoilt = false;
 }
@@ -223,6 +231,7 @@ Ledger::Fork Ledger::fork(Handle parent_handle, int64_t max_tokens) {
   child.checkpoint = parent.checkpoint;
   ++checkpoint_references_[child.checkpoint];
   child.cursor = parent.cursor;
+  child.flush_limit = parent.flush_limit;
   child.rewind_limit = tokens;
   share_pages(child, parent, full_pages);
   return {handle_of(child), split_page(child, parent, tokens)};
@@ -248,6 +257,7 @@ PageCopy Ledger::materialise(Handle from, Handle to, int records) {
   own_checkpoint(target);
   share_pages(target, source, full_pages);
   target.cursor = {tokens, 0};
+  target.flush_limit = first_flush_limit(target);
   target.rewind_limit = tokens;
   target.is_spoilt = false;
   return split_page(target, source, tokens);
@@ -263,6 +273,7 @@ void Ledger::restore(Handle handle, Cursor cursor) {
   require(cursor.base <= slot.max_tokens - cursor.history, "restore: {} + {} tokens are more than the sequence's {}",
           cursor.base, cursor.history, slot.max_tokens);
   slot.cursor = cursor;
+  if (cursor.history > 0) slot.flush_limit = limits_.window;
   slot.rewind_limit = cursor.tokens();
   assign_pages(slot, cursor.tokens());
 }

@@ -20,6 +20,7 @@ struct LedgerLimits {
   int64_t context_tokens = 0;  // the most tokens of a sequence
   int window = 0;              // L
   int max_step_tokens = 0;     // T_max
+  bool staggers_flushes = false;
 };
 
 // free_slots + live_slots + cached_slots = slots, free_checkpoints + used_checkpoints = slots,
@@ -54,6 +55,11 @@ struct PageCopy {
 // Pages. A slot is admitted with a promise of pages for all its max_tokens; they are assigned as its tokens arrive.
 // Full pages of committed tokens are never written again and may be shared by reference; the page that the next token
 // goes to belongs to one slot.
+//
+// Flush limits (rows.h), if staggers_flushes. Where records begin anew other than by a flush (allocate, reset, prefill,
+// a conventional step, the target of materialise), slot s gets the limit L - s % L: of rows in lockstep whose slots
+// follow one another, about T in L then flush in each step of T tokens. After a flush the limit is L, which keeps them
+// so. A fork has its parent's limit. A slot that is restored with records has L: how many they are is its phase.
 class Ledger {
  public:
   explicit Ledger(const LedgerLimits& limits);
@@ -95,6 +101,7 @@ class Ledger {
   Cursor cursor(Handle handle) const { return live_slot(handle).cursor; }
   int64_t max_tokens(Handle handle) const { return live_slot(handle).max_tokens; }
   int32_t checkpoint(Handle handle) const { return live_slot(handle).checkpoint; }
+  int32_t flush_limit(Handle handle) const { return live_slot(handle).flush_limit; }  // L if nothing staggers them
   std::span<const int32_t> pages(Handle handle) const;
   PoolCounts counts() const;
 
@@ -107,6 +114,7 @@ class Ledger {
     bool is_spoilt = false;
     Cursor cursor;
     int32_t checkpoint = -1;
+    int32_t flush_limit = 0;
     int64_t max_tokens = 0;
     // The convolutions hold the inputs that a continuation from here on needs; a position before it has lost some.
     int64_t rewind_limit = 0;
@@ -128,6 +136,7 @@ class Ledger {
   int32_t take_checkpoint();
   void release_checkpoint(int32_t checkpoint);
   void own_checkpoint(Slot& slot);
+  int32_t first_flush_limit(const Slot& slot) const;
   void assign_pages(Slot& slot, int64_t tokens);
   void drop_pages(Slot& slot);
   void share_pages(Slot& slot, const Slot& source, int64_t count);
@@ -157,7 +166,8 @@ class Ledger {
   uint64_t step_ = 0;
   StepPlan plan_;
   std::vector<CheckpointCopy> copies_;
-  std::vector<int32_t> row_slot_, row_history_, row_checkpoint_in_, row_checkpoint_out_, row_token_begin_;
+  std::vector<int32_t> row_slot_, row_history_, row_checkpoint_in_, row_checkpoint_out_, row_flush_limit_,
+      row_token_begin_;
   std::vector<int64_t> row_base_, position_;
   std::vector<uint8_t> row_is_flushing_;
   Buffer<int32_t> plan_table_;  // [max_rows, table_stride_]

@@ -19,7 +19,8 @@ const StepPlan& Ledger::begin_step(StepKind kind, std::span<const Handle> rows, 
                 .base = row_base_.data(),
                 .history = row_history_.data(),
                 .checkpoint_in = row_checkpoint_in_.data(),
-                .checkpoint_out = row_checkpoint_out_.data()};
+                .checkpoint_out = row_checkpoint_out_.data(),
+                .flush_limit = limits_.staggers_flushes ? row_flush_limit_.data() : nullptr};
   plan_.token_begin = row_token_begin_.data();
   plan_.is_flushing = row_is_flushing_.data();
   copies_.clear();
@@ -78,8 +79,9 @@ void Ledger::plan_row(int row, Slot& slot, int tokens) {
   row_slot_[row] = static_cast<int32_t>(&slot - slots_.data());
   row_base_[row] = slot.cursor.base;
   row_history_[row] = slot.cursor.history;
+  row_flush_limit_[row] = slot.flush_limit;
   const bool is_flushing =
-      plan_.kind == StepKind::kReplay ? slot.cursor.history + tokens > limits_.window : slot.cursor.history > 0;
+      plan_.kind == StepKind::kReplay ? plan_.rows.will_flush(row, tokens, limits_.window) : slot.cursor.history > 0;
   row_is_flushing_[row] = is_flushing;
   plan_.flushes += is_flushing;
   plan_checkpoints(row, slot);
@@ -93,6 +95,7 @@ void Ledger::plan_padding(int row, int tokens) {
   row_slot_[row] = kPaddingSlot;
   row_base_[row] = 0;
   row_history_[row] = 0;
+  row_flush_limit_[row] = limits_.window;
   row_is_flushing_[row] = 0;
   row_checkpoint_in_[row] = row_checkpoint_out_[row] = -1;
   const int32_t begin = row_token_begin_[row];
@@ -148,6 +151,7 @@ void Ledger::commit() {
       advance_replay(row, slot, tokens);
     } else {
       slot.cursor = {slot.cursor.tokens() + tokens, 0};
+      slot.flush_limit = first_flush_limit(slot);
       slot.rewind_limit = slot.cursor.base;
     }
   }
@@ -174,7 +178,10 @@ void Ledger::commit(std::span<const int> accepted) {
 void Ledger::advance_replay(int row, Slot& slot, int accepted) {
   const int64_t end = slot.cursor.tokens() + plan_.tokens_per_row;
   slot.rewind_limit = std::max(slot.rewind_limit, end - limits_.max_step_tokens);
-  if (row_is_flushing_[row]) slot.cursor = {slot.cursor.tokens(), 0};
+  if (row_is_flushing_[row]) {
+    slot.cursor = {slot.cursor.tokens(), 0};
+    slot.flush_limit = limits_.window;
+  }
   slot.cursor.history += accepted;
 }
 

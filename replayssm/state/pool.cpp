@@ -7,7 +7,8 @@
 namespace replayssm {
 
 StatePool::StatePool(StateLayout layout, const PoolSize& size, const PoolOptions& options)
-    : SequencePool(std::move(layout), size, options.max_rows, {}) {
+    : SequencePool(std::move(layout), size, {},
+                   {.max_rows = options.max_rows, .staggers_flushes = options.staggers_flushes}) {
   place(size, [&](size_t bytes) {
     Buffer<float>& buffer = buffers_.emplace_back(bytes / sizeof(float));
     if (options.is_poisoned) std::fill(buffer.begin(), buffer.end(), std::bit_cast<float>(0x7FC07FC0u));
@@ -18,17 +19,6 @@ StatePool::StatePool(StateLayout layout, const PoolSize& size, const PoolOptions
 void StatePool::materialise(Handle from, Handle to, int records, Device& device, std::span<std::byte> workspace) {
   const auto fold = [&](const StateRows& rows) { fold_layers<float>(rows, device, workspace); };
   fold_into(from, to, records, std::cref(fold));  // a function of a reference allocates nothing
-}
-
-KvCache StatePool::kv_cache(int index) {
-  const AttentionLayer& layer = attention_layer(index);
-  return {.kv_heads = layer.kv_heads,
-          .head_size = layer.head_size,
-          .latent_size = layer.latent_size,
-          .pages = ledger().limits().pages,
-          .page_tokens = layout().page_tokens,
-          .k = reinterpret_cast<float*>(memory(index).kv_k),
-          .v = reinterpret_cast<float*>(memory(index).kv_v)};
 }
 
 size_t materialise_workspace_bytes(const StateLayout& layout, Device& device) {

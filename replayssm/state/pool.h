@@ -17,6 +17,10 @@ struct PoolOptions {
   int max_rows = 0;  // the longest batch, padding rows included; 0: as many as slots
   // Fill all memory with the NaN 0x7FC07FC0 first, one as planes too (for tests: touches every page).
   bool is_poisoned = false;
+  // Rows that are prefilled together and decoded in lockstep would all fold their records in one step of every L. With
+  // this each folds first when its slot says (ledger.h), so that the folds are spread over the steps. The direct
+  // readouts of a sequence then depend on its slot, within rounding; the exact ones do not, nor does a folded state.
+  bool staggers_flushes = false;
 };
 
 // Memory is touched where it is used. A step's ops take StepPlan::rows as they are.
@@ -36,7 +40,7 @@ class StatePool final : public SequencePool {
   DeltaState delta_state(int index) { return delta_view<float>(index); }
   Mamba2State mamba2_state(int index) { return mamba2_view<float>(index); }
   Conv1dState conv_state(int index) { return conv_view<float>(index); }
-  KvCache kv_cache(int index);
+  KvCache kv_cache(int index) { return kv_view<float>(index); }
 
   // For readers and writers of single sequences (session files): where the arrays of a layer lie; checkpoints in the
   // layout's form.

@@ -11,16 +11,17 @@
 namespace replayssm {
 namespace {
 
-LedgerLimits ledger_limits(const StateLayout& layout, const PoolSize& size, int max_rows) {
+LedgerLimits ledger_limits(const StateLayout& layout, const PoolSize& size, const SequenceLimits& sequences) {
   check_layout(layout);
   LedgerLimits limits;
   limits.slots = size.slots;
-  limits.max_rows = max_rows == 0 ? size.slots : max_rows;
+  limits.max_rows = sequences.max_rows == 0 ? size.slots : sequences.max_rows;
   limits.pages = size.pages;
   limits.page_tokens = kv_token_bytes(layout) == 0 ? 0 : layout.page_tokens;
-  limits.context_tokens = layout.context_tokens;
+  limits.context_tokens = sequences.max_sequence_tokens == 0 ? layout.context_tokens : sequences.max_sequence_tokens;
   limits.window = layout.window;
   limits.max_step_tokens = layout.max_step_tokens;
+  limits.staggers_flushes = sequences.staggers_flushes;
   return limits;
 }
 
@@ -80,8 +81,9 @@ std::vector<SequencePool::LayerMemory> SequencePool::place_layers(const StateLay
   return memory;
 }
 
-SequencePool::SequencePool(StateLayout layout, const PoolSize& size, int max_rows, const StateStorage& storage)
-    : layout_(std::move(layout)), storage_(storage), ledger_(ledger_limits(layout_, size, max_rows)) {
+SequencePool::SequencePool(StateLayout layout, const PoolSize& size, const StateStorage& storage,
+                           const SequenceLimits& limits)
+    : layout_(std::move(layout)), storage_(storage), ledger_(ledger_limits(layout_, size, limits)) {
   size_t moves = 0;  // the most that a call makes: those of a fork
   for (const StateLayer& layer : layout_.layers) {
     const std::optional<RecurrentArrays> arrays = recurrent_arrays(layer, layout_.ring_capacity());
@@ -140,19 +142,30 @@ BasicConv1dState<T> SequencePool::conv_view(int index) const {
           .window = reinterpret_cast<T*>(memory_[index].conv_window)};
 }
 
+template <typename T>
+BasicKvCache<T> SequencePool::kv_view(int index) const {
+  const auto& layer = layer_at<AttentionLayer>(layout_, index, "keys and values");
+  return {.kv_heads = layer.kv_heads,
+          .head_size = layer.head_size,
+          .latent_size = layer.latent_size,
+          .pages = ledger_.limits().pages,
+          .page_tokens = layout_.page_tokens,
+          .k = reinterpret_cast<T*>(memory_[index].kv_k),
+          .v = reinterpret_cast<T*>(memory_[index].kv_v)};
+}
+
 template BasicDeltaState<float> SequencePool::delta_view(int) const;
 template BasicMamba2State<float> SequencePool::mamba2_view(int) const;
 template BasicConv1dState<float> SequencePool::conv_view(int) const;
+template BasicKvCache<float> SequencePool::kv_view(int) const;
 template BasicDeltaState<Bf16> SequencePool::delta_view(int) const;
 template BasicMamba2State<Bf16> SequencePool::mamba2_view(int) const;
 template BasicConv1dState<Bf16> SequencePool::conv_view(int) const;
+template BasicKvCache<Bf16> SequencePool::kv_view(int) const;
 template BasicDeltaState<Fp16> SequencePool::delta_view(int) const;
 template BasicMamba2State<Fp16> SequencePool::mamba2_view(int) const;
 template BasicConv1dState<Fp16> SequencePool::conv_view(int) const;
-
-const AttentionLayer& SequencePool::attention_layer(int index) const {
-  return layer_at<AttentionLayer>(layout_, index, "keys and values");
-}
+template BasicKvCache<Fp16> SequencePool::kv_view(int) const;
 
 const RecurrentArrays* SequencePool::arrays(int index) const {
   require(index >= 0 && index < static_cast<int>(memory_.size()), "pool: layer must be 0 to {}, given {}",

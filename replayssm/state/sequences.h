@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "replayssm/ops/attention.h"
 #include "replayssm/ops/conv1d.h"
 #include "replayssm/ops/delta.h"
 #include "replayssm/ops/mamba2.h"
@@ -17,6 +18,13 @@
 #include "replayssm/state/step.h"
 
 namespace replayssm {
+
+// What a pool's ledger is told beside the layout and the size.
+struct SequenceLimits {
+  int max_rows = 0;                 // of the longest batch; 0: as many as slots
+  int64_t max_sequence_tokens = 0;  // of a sequence; 0: the context
+  bool staggers_flushes = false;
+};
 
 // One thread owns a pool. Every function that throws Error leaves the pool as it was, unless it says otherwise.
 //
@@ -50,7 +58,7 @@ class SequencePool {
   // A second sequence that continues as the parent would, bit for bit. Shares the checkpoint until one of the two folds
   // into it, and the full KV pages for good; copies the committed records, the last W-1 inputs of each convolution and
   // the last KV page. The parent does not change. max_tokens, the parent's tokens included, may differ from the
-  // parent's.
+  // parent's. (Where flushes are staggered, direct readouts keep the bits until a prefill or a conventional step.)
   Handle fork(Handle parent, int64_t max_tokens);
 
   // Plans a step: row b runs tokens[b] tokens of sequence rows[b], or is kPaddingRow. Assigns KV pages for them and
@@ -95,8 +103,8 @@ class SequencePool {
   static std::vector<LayerMemory> place_layers(const StateLayout& layout, const PoolSize& size,
                                                const StateStorage& storage, const Take& take);
 
-  // max_rows: of the longest batch; 0: as many as slots. The arrays are placed next, by place.
-  SequencePool(StateLayout layout, const PoolSize& size, int max_rows, const StateStorage& storage);
+  // The arrays are placed next, by place.
+  SequencePool(StateLayout layout, const PoolSize& size, const StateStorage& storage, const SequenceLimits& limits);
   void place(const PoolSize& size, const Take& take) { memory_ = place_layers(layout_, size, storage_, take); }
   const LayerMemory& memory(int index) const { return memory_[index]; }
 
@@ -125,7 +133,8 @@ class SequencePool {
   BasicMamba2State<T> mamba2_view(int index) const;
   template <typename T>
   BasicConv1dState<T> conv_view(int index) const;
-  const AttentionLayer& attention_layer(int index) const;
+  template <typename T>
+  BasicKvCache<T> kv_view(int index) const;
 
  private:
   // A view of a layer's state without its ring.

@@ -24,8 +24,9 @@ void save_session(StatePool& pool, Handle handle, const std::string& path);
 // Puts a saved sequence into `pool` as a new one of up to max_tokens tokens, which must hold those that it has. Model,
 // layers and precision must be the pool's. Slots, pages, context, the longest step and the checkpoints' form may
 // differ, and so may the window L if the unfolded records fit: the state at each token has the same bits under any
-// window, while a pulled-back readout has the saved pool's bits only under its window. Throws Error that says what
-// differs and both values, or what is broken, or what did not fit; then the pool is as it was.
+// window, while a pulled-back readout has the saved pool's bits only under its window, and if neither pool staggers
+// flushes. Throws Error that says what differs and both values, or what is broken, or what did not fit; then the pool
+// is as it was.
 Handle load_session(StatePool& pool, const std::string& path, int64_t max_tokens);
 
 // Throws Error unless the state of `handle` can be saved.

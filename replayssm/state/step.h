@@ -31,8 +31,9 @@ struct Cursor {
 };
 
 // The three ways to run tokens. Conventional and prefill fold the history, if any, and leave every token in the
-// checkpoint: base += history + tokens, history = 0. Replay folds only if history + tokens > L (base += history,
-// history = 0) and appends the tokens as records, of which commit() keeps as many as it is told.
+// checkpoint: base += history + tokens, history = 0. Replay folds only if history + tokens > L or the history has
+// reached the row's flush limit (base += history, history = 0) and appends the tokens as records, of which commit()
+// keeps as many as it is told.
 enum class StepKind {
   kPrefill,       // any number of tokens a row
   kConventional,  // one token a row
@@ -40,8 +41,8 @@ enum class StepKind {
 };
 
 // One step over B rows, ready for the ops. The arrays belong to the pool and stay as they are until its next step; the
-// cursors in `rows` are those from before the step. Padding rows have slot kPaddingSlot, a cursor of 0, checkpoints -1,
-// page table entries -1 and positions 0, 1, ...
+// cursors in `rows` are those from before the step; flush limits are there if the pool staggers flushes. Padding rows
+// have slot kPaddingSlot, a cursor of 0, checkpoints -1, page table entries -1 and positions 0, 1, ...
 struct StepPlan {
   StepKind kind = StepKind::kReplay;
   StateRows rows;

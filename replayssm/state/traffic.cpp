@@ -5,39 +5,59 @@
 namespace replayssm {
 namespace {
 
-// One row of one layer, in numbers of FP32 values.
-StateTraffic row_traffic(const RecurrentArrays& arrays, CheckpointForm form, StepKind kind, Readout readout,
-                         int64_t history, int64_t tokens, int64_t kept_inputs, bool is_flushing) {
-  const int64_t checkpoint = arrays.checkpoint_floats(), record = arrays.record_floats();
-  int64_t gram_heads = 0;
-  for (const RingArray& array : arrays.ring)
-    if (array.is_square && array.size > 0) gram_heads = array.heads;
+// What a layer's numbers take.
+struct LayerBytes {
+  size_t checkpoint = 0, record = 0, input = 0;
+  size_t square_heads = 0;  // of the array of products, bytes a product over all heads
+};
+
+LayerBytes layer_bytes(const RecurrentArrays& arrays, const StateStorage& storage) {
+  LayerBytes bytes;
+  bytes.checkpoint = arrays.checkpoint_floats() * sizeof(float);
+  bytes.input = arrays.conv_channels * storage.element_bytes();
+  for (const RingArray& array : arrays.ring) {
+    const size_t number = array.heads * number_bytes(array, storage);
+    if (!array.is_square)
+      bytes.record += number * array.size;
+    else if (array.size > 0)
+      bytes.square_heads = number;
+  }
+  return bytes;
+}
+
+// One row of one layer.
+StateTraffic row_traffic(const LayerBytes& bytes, int conv_width, CheckpointForm form, StepKind kind, Readout readout,
+                         size_t history, size_t tokens, size_t kept_inputs, bool is_flushing) {
   const bool is_replay = kind == StepKind::kReplay;
   const bool is_half_read = form == CheckpointForm::kPlanes && is_replay && readout == Readout::kDirect && !is_flushing;
-  int64_t read = (is_half_read ? checkpoint / 2 : checkpoint) + history * record +
-                 int64_t{arrays.conv_channels} * (arrays.conv_width - 1);
-  int64_t written = int64_t{arrays.conv_channels} * std::min(tokens, kept_inputs);
-  if (!is_replay || is_flushing) written += checkpoint;
+  size_t read = (is_half_read ? bytes.checkpoint / 2 : bytes.checkpoint) + history * bytes.record +
+                bytes.input * static_cast<size_t>(conv_width - 1);
+  size_t written = bytes.input * std::min(tokens, kept_inputs);
+  if (!is_replay || is_flushing) written += bytes.checkpoint;
   if (is_replay) {
-    const int64_t kept = is_flushing ? 0 : history;
-    if (readout == Readout::kDirect) read += gram_heads * (kept * (kept - 1) / 2);
-    written += tokens * record + gram_heads * (tokens * kept + tokens * (tokens - 1) / 2);
+    const size_t kept = is_flushing ? 0 : history;
+    if (readout == Readout::kDirect && kept > 1) read += bytes.square_heads * (kept * (kept - 1) / 2);
+    written += tokens * bytes.record + bytes.square_heads * (tokens * kept + tokens * (tokens - 1) / 2);
   }
-  return {static_cast<size_t>(read) * sizeof(float), static_cast<size_t>(written) * sizeof(float)};
+  return {read, written};
 }
 
 }  // namespace
 
-StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, Readout readout) {
+StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, Readout readout,
+                          const StateStorage& storage) {
   StateTraffic sum;
   for (const StateLayer& layer : layout.layers) {
     const std::optional<RecurrentArrays> arrays = recurrent_arrays(layer, layout.ring_capacity());
     if (!arrays) continue;
+    const LayerBytes bytes = layer_bytes(*arrays, storage);
+    const auto kept_inputs = static_cast<size_t>(layout.conv_capacity(arrays->conv_width));
     for (int row = 0; row < plan.rows.count; ++row) {
-      const int64_t tokens = plan.token_begin[row + 1] - plan.token_begin[row];
+      const int32_t tokens = plan.token_begin[row + 1] - plan.token_begin[row];
       if (plan.rows.slot[row] == kPaddingSlot || tokens == 0) continue;
-      sum += row_traffic(*arrays, layout.form, plan.kind, readout, plan.rows.history[row], tokens,
-                         layout.conv_capacity(arrays->conv_width), plan.is_flushing[row] != 0);
+      sum += row_traffic(bytes, arrays->conv_width, layout.form, plan.kind, readout,
+                         static_cast<size_t>(plan.rows.history[row]), static_cast<size_t>(tokens), kept_inputs,
+                         plan.is_flushing[row] != 0);
     }
   }
   return sum;

@@ -29,7 +29,8 @@ struct StateTraffic {
 //   written  the checkpoint unless it is a replay step that does not flush; in replay steps T r and the window's
 //            products, T h' + T (T-1) / 2 a head, h' = 0 if the row flushes and h otherwise; the last inputs
 //
-// `readout` is that of replay steps; the other kinds read no products.
-StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, Readout readout);
+// `readout` is that of replay steps; the other kinds read no products. `storage` says what the pool keeps, and how.
+StateTraffic step_traffic(const StateLayout& layout, const StepPlan& plan, Readout readout,
+                          const StateStorage& storage = {});
 
 }  // namespace replayssm
