@@ -21,18 +21,6 @@ namespace {
 using namespace replayssm::test;
 
 constexpr int kPrompt = 70;
-const std::vector<const char*> kModels = {"qwen3_5-tiny",
-                                          "qwen3_5_moe-tiny",
-                                          "nemotron_h-tiny",
-                                          "kimi_linear-tiny",
-                                          "qwen3_next-tiny",
-                                          "qwen3_next_moe-tiny",
-                                          "nemotron_h_moe-tiny",
-                                          "kimi_linear_respelled-tiny",
-                                          "kimi_linear_bounded-tiny"};
-// One of each kind of block, for the tests that need no more.
-const std::span<const char* const> kKinds = std::span(kModels).first(4);
-
 const ModelFixture& fixture(const std::string& name) {
   static std::map<std::string, std::unique_ptr<ModelFixture>> fixtures;
   std::unique_ptr<ModelFixture>& one = fixtures[name];

@@ -15,6 +15,18 @@
 
 namespace replayssm::test {
 
+inline const std::vector<const char*> kModels = {"qwen3_5-tiny",
+                                                 "qwen3_5_moe-tiny",
+                                                 "nemotron_h-tiny",
+                                                 "kimi_linear-tiny",
+                                                 "qwen3_next-tiny",
+                                                 "qwen3_next_moe-tiny",
+                                                 "nemotron_h_moe-tiny",
+                                                 "kimi_linear_respelled-tiny",
+                                                 "kimi_linear_bounded-tiny"};
+// One of each kind of block, for the tests that need no more.
+inline const std::span<const char* const> kKinds = std::span(kModels).first(4);
+
 inline std::string fixture_directory(const std::string& name) {
   return std::string(REPLAYSSM_SOURCE_DIR) + "/tests/fixtures/models/" + name;
 }

@@ -49,6 +49,7 @@ Checkpoint::Checkpoint(const std::string& directory) : directory_(directory) {
     require(is_there(index), "{}: expected {} or {}, got neither", directory, kWholeName, kIndexName);
     read_index(index.string());
   }
+  for (const auto& [name, tensor] : index_) bytes_ += tensor->bytes.size();
 }
 
 void Checkpoint::read_index(const std::string& path) {

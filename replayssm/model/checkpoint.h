@@ -40,6 +40,9 @@ class Checkpoint {
   // model's tensors lie under "model." or, in a checkpoint that also sees images, under "model.language_model.".)
   std::string require_prefix(std::initializer_list<std::string_view> prefixes, std::string_view suffix) const;
 
+  // Of all its tensors.
+  size_t bytes() const { return bytes_; }
+
   // The names of all tensors, sorted.
   std::vector<std::string> names() const;
 
@@ -49,6 +52,7 @@ class Checkpoint {
   std::string directory_;
   std::map<std::string, std::unique_ptr<SafetensorsFile>, std::less<>> shards_;
   std::unordered_map<std::string_view, const Tensor*> index_;
+  size_t bytes_ = 0;
 };
 
 }  // namespace replayssm

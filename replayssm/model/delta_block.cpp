@@ -10,26 +10,14 @@
 namespace replayssm {
 namespace {
 
-// Where in_proj's rows lie: q, k and v first, which the convolution takes as they lie; the width behind the last.
-struct Projection {
-  explicit Projection(const DeltaConfig& config)
-      : z(config.conv_channels()),
-        b(z + (config.output_gate_rank > 0 ? 0 : config.value_channels())),
-        a(b + config.shape.heads),
-        output_gate(a + (config.gate_rank > 0 ? config.gate_rank : config.gates())),
-        width(output_gate + config.output_gate_rank) {}
-
-  int64_t z, b, a, output_gate, width;
-};
-
 // gate, beta <- the gates of the projected tokens.
 void make_gates(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights) {
   Activations& arrays = forward.arrays;
-  const Projection at(config);
+  const DeltaRows at(config);
   const float* a = arrays.projection.data() + at.a;
-  int64_t a_stride = at.width;
+  int64_t a_stride = at.count;
   if (config.gate_rank > 0) {
-    project(forward, weights.gate, a, at.width, arrays.mixed.data(), false);
+    project(forward, weights.gate, a, at.count, arrays.mixed.data(), false);
     a = arrays.mixed.data();
     a_stride = config.gates();
   }
@@ -39,7 +27,7 @@ void make_gates(const Forward& forward, const DeltaConfig& config, const DeltaWe
                .a = a,
                .b = arrays.projection.data() + at.b,
                .a_stride = a_stride,
-               .b_stride = at.width,
+               .b_stride = at.count,
                .a_log = weights.a_log.data(),
                .dt_bias = weights.dt_bias.data(),
                .lower_bound = static_cast<float>(config.lower_bound),
@@ -87,7 +75,7 @@ void update_state(const Forward& forward, const DeltaConfig& config, int state_l
 }  // namespace
 
 BlockWidths block_widths(const DeltaConfig& config, const StateLayout& layout, int, Device& device) {
-  return {.projection = Projection(config).width,
+  return {.projection = DeltaRows(config).count,
           .convolved = config.conv_channels(),
           .gate = config.gates(),
           .beta = config.shape.heads,
@@ -98,23 +86,23 @@ BlockWidths block_widths(const DeltaConfig& config, const StateLayout& layout, i
 void run_delta(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights, int state) {
   Activations& arrays = forward.arrays;
   const StepPlan& plan = *forward.step.plan;
-  const Projection at(config);
+  const DeltaRows at(config);
   const int64_t values = config.value_channels();
   project(forward, weights.in_proj, arrays.normal.data(), forward.config.hidden_size, arrays.projection.data(), false);
   conv1d({.state = forward.pool.conv_state(state),
           .rows = plan.rows,
           .token_begin = plan.token_begin,
           .x = arrays.projection.data(),
-          .x_stride = at.width,
+          .x_stride = at.count,
           .weight = weights.conv.data(),
           .out = arrays.convolved.data()},
          forward.device);
   make_gates(forward, config, weights);
   update_state(forward, config, state);
   const float* z = arrays.projection.data() + at.z;
-  int64_t z_stride = at.width;
+  int64_t z_stride = at.count;
   if (config.output_gate_rank > 0) {  // into the place of q, k and v, which are done with
-    project(forward, weights.output_gate, arrays.projection.data() + at.output_gate, at.width, arrays.convolved.data(),
+    project(forward, weights.output_gate, arrays.projection.data() + at.output_gate, at.count, arrays.convolved.data(),
             false);
     z = arrays.convolved.data();
     z_stride = values;

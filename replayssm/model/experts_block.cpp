@@ -65,6 +65,7 @@ Choices choose(const Forward& forward, const ExpertsConfig& config, const Expert
 void add_experts(const Forward& forward, const ExpertsConfig& config, const ExpertsWeights& weights,
                  const Choices& choices, const float* x, float* rows, float* inner, float* sum) {
   const int64_t width = expert_width(config, forward.config.hidden_size);
+  const int64_t up_rows = inner_width(config.activation, config.size);
   std::fill_n(sum, forward.tokens * width, 0.0f);
   for (int e = 0; e < config.experts; ++e) {
     const int64_t begin = choices.begin[e], count = choices.begin[e + 1] - begin;
@@ -77,7 +78,8 @@ void add_experts(const Forward& forward, const ExpertsConfig& config, const Expe
                  .y = rows,
                  .y_stride = width},
                 forward.device);
-    feed_forward(forward, config.activation, weights.experts[e], count, rows, inner, rows, false);
+    feed_forward(forward, config.activation, weights.experts.up.rows(e * up_rows, up_rows),
+                 weights.experts.down.rows(e * width, width), count, rows, inner, rows, false);
     add_rows({.rows = count,
               .size = width,
               .token = choices.token + begin,
@@ -96,11 +98,12 @@ void add_shared(const Forward& forward, const ExpertsConfig& config, const Exper
   const Activations& arrays = forward.arrays;
   const int64_t hidden_size = forward.config.hidden_size;
   if (!config.has_shared_gate) {
-    feed_forward(forward, config.activation, weights.shared, forward.tokens, arrays.normal.data(), inner,
-                 forward.arrays.hidden.data(), true);
+    feed_forward(forward, config.activation, weights.shared.up, weights.shared.down, forward.tokens,
+                 arrays.normal.data(), inner, forward.arrays.hidden.data(), true);
     return;
   }
-  feed_forward(forward, config.activation, weights.shared, forward.tokens, arrays.normal.data(), inner, rows, false);
+  feed_forward(forward, config.activation, weights.shared.up, weights.shared.down, forward.tokens, arrays.normal.data(),
+               inner, rows, false);
   float *logit = forward.arrays.gate.data(), *weight = forward.arrays.beta.data();
   project(forward, weights.shared_gate, arrays.normal.data(), hidden_size, logit, false);
   std::fill_n(weight, forward.tokens, 1.0f);

@@ -27,12 +27,11 @@ int64_t inner_width(Activation activation, int64_t size) {
   return activation == Activation::kSwiGlu ? 2 * size : size;
 }
 
-void feed_forward(const Forward& forward, Activation activation, const FeedForwardWeights& weights, int64_t rows,
-                  const float* x, float* inner, float* y, bool is_added) {
-  const int64_t width = weights.up.outputs;
-  project(forward, weights.up, rows, x, weights.up.inputs, inner, false);
-  activate(activation, rows, width, inner, forward.device);
-  project(forward, weights.down, rows, inner, width, y, is_added);
+void feed_forward(const Forward& forward, Activation activation, const MatrixRows& up, const MatrixRows& down,
+                  int64_t rows, const float* x, float* inner, float* y, bool is_added) {
+  project(forward, up, rows, x, up.inputs, inner, false);
+  activate(activation, rows, up.outputs, inner, forward.device);
+  project(forward, down, rows, inner, up.outputs, y, is_added);
 }
 
 BlockWidths block_widths(const FeedForwardConfig& config, const StateLayout&, int, Device&) {
@@ -40,7 +39,7 @@ BlockWidths block_widths(const FeedForwardConfig& config, const StateLayout&, in
 }
 
 void run_feed_forward(const Forward& forward, const FeedForwardConfig& config, const FeedForwardWeights& weights) {
-  feed_forward(forward, config.activation, weights, forward.tokens, forward.arrays.normal.data(),
+  feed_forward(forward, config.activation, weights.up, weights.down, forward.tokens, forward.arrays.normal.data(),
                forward.arrays.projection.data(), forward.arrays.hidden.data(), true);
 }
 

@@ -63,8 +63,9 @@ struct Forward {
 };
 
 // y = matrix x, or y += matrix x, of all tokens or of `rows` rows; y's rows are contiguous.
-void project(const Forward& forward, const Matrix& matrix, const float* x, int64_t x_stride, float* y, bool is_added);
-void project(const Forward& forward, const Matrix& matrix, int64_t rows, const float* x, int64_t x_stride, float* y,
+void project(const Forward& forward, const MatrixRows& matrix, const float* x, int64_t x_stride, float* y,
+             bool is_added);
+void project(const Forward& forward, const MatrixRows& matrix, int64_t rows, const float* x, int64_t x_stride, float* y,
              bool is_added);
 
 // Floats a row of a feed-forward's W_up x.
@@ -72,8 +73,8 @@ int64_t inner_width(Activation activation, int64_t size);
 
 // y = W_down activation(W_up x), or y += that, of `rows` rows. The rows of x and y are contiguous and y may be x;
 // `inner` is scratch of `rows` rows of the inner width.
-void feed_forward(const Forward& forward, Activation activation, const FeedForwardWeights& weights, int64_t rows,
-                  const float* x, float* inner, float* y, bool is_added);
+void feed_forward(const Forward& forward, Activation activation, const MatrixRows& up, const MatrixRows& down,
+                  int64_t rows, const float* x, float* inner, float* y, bool is_added);
 
 // Each adds its block's output for `arrays.normal` to `arrays.hidden`. `state` is the block's layer in the pool.
 void run_delta(const Forward& forward, const DeltaConfig& config, const DeltaWeights& weights, int state);

@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <numeric>
 #include <utility>
 
 #include "replayssm/core/error.h"
+#include "replayssm/model/cuda_runner.h"
+#include "replayssm/model/host_runner.h"
 
 namespace replayssm {
 namespace {
 
-constexpr int kPageTokens = 16;
 constexpr std::array<std::string_view, 3> kDecoderNames = {"conventional", "replay", "exact"};
 
 using Clock = std::chrono::steady_clock;
@@ -33,16 +33,15 @@ void check_request(const ModelConfig& config, const GenerationRequest& request, 
   check_settings(request.sampling);
 }
 
-// Slots for all requests, each as long as the longest.
-StatePool make_pool(const Model& model, const std::vector<GenerationRequest>& requests, int window) {
+// Of a prompt and its new tokens, the longest.
+int64_t longest_sequence(const ModelConfig& config, const std::vector<GenerationRequest>& requests) {
   require(!requests.empty(), "generation: expected at least one prompt, got none");
   int64_t longest = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
-    check_request(model.config, requests[i], i + 1);
+    check_request(config, requests[i], i + 1);
     longest = std::max(longest, static_cast<int64_t>(requests[i].prompt.size()) + requests[i].max_new_tokens);
   }
-  const StateLayout layout = state_layout(model.config, model.weights.fingerprint, window, 1, kPageTokens);
-  return StatePool(layout, pool_size(layout, static_cast<int>(requests.size()), longest));
+  return longest;
 }
 
 }  // namespace
@@ -59,20 +58,28 @@ std::string_view decoder_name(Decoder decoder) {
 
 Generation::Generation(const Model& model, Device& device, std::vector<GenerationRequest> requests,
                        const GenerationOptions& options)
-    : model_(model),
-      device_(device),
-      decoder_(options.decoder),
-      pool_(make_pool(model, requests, options.window)),
-      language_model_(model.config, model.weights, pool_.layout(),
-                      static_cast<int>(std::max<size_t>(kPrefillTokens, requests.size())), device),
-      logits_(requests.size() * model.config.vocabulary),
-      workspace_(sample_workspace_bytes(model.config.vocabulary, device)) {
+    : Generation(std::make_unique<HostRunner>(model.config, model.weights, device, options.window,
+                                              static_cast<int>(requests.size()),
+                                              longest_sequence(model.config, requests), kPrefillTokens),
+                 std::move(requests), options.decoder) {}
+
+#ifdef REPLAYSSM_HAS_CUDA
+Generation::Generation(const CudaModel& model, CudaDevice& device, std::vector<GenerationRequest> requests,
+                       const GenerationOptions& options)
+    : Generation(make_cuda_runner(model, device, options.window, static_cast<int>(requests.size()),
+                                  longest_sequence(model.config, requests), kPrefillTokens),
+                 std::move(requests), options.decoder) {}
+#endif
+
+Generation::Generation(std::unique_ptr<Runner> runner, std::vector<GenerationRequest>&& requests, Decoder decoder)
+    : runner_(std::move(runner)), config_(runner_->config()), decoder_(decoder) {
+  SequencePool& pool = runner_->pool();
   size_t history_tokens = 0;
   for (GenerationRequest& request : requests) {
     Sequence sequence;
     sequence.request = std::move(request);
     const auto prompt_tokens = static_cast<int64_t>(sequence.request.prompt.size());
-    sequence.handle = pool_.allocate(prompt_tokens + sequence.request.max_new_tokens);
+    sequence.handle = pool.allocate(prompt_tokens + sequence.request.max_new_tokens);
     sequence.tokens.reserve(sequence.request.max_new_tokens);
     if (sequence.request.max_new_tokens == 0) sequence.ending = Ending::kLength;
     prompt_tokens_ += prompt_tokens;
@@ -87,15 +94,12 @@ Generation::Generation(const Model& model, Device& device, std::vector<Generatio
   for (Sequence& sequence : sequences_)
     if (sequence.ending != Ending::kNone) sequence.row = row++;
   ones_.assign(sequences_.size(), 1);
-  row_index_.resize(sequences_.size());
-  std::iota(row_index_.begin(), row_index_.end(), 0);
   row_tokens_.reserve(sequences_.size());
   history_.reserve(history_tokens);
 }
 
 std::span<const float> Generation::logits(int sequence) const {
-  const auto vocabulary = static_cast<size_t>(model_.config.vocabulary);
-  return {logits_.data() + sequences_[sequence].row * vocabulary, vocabulary};
+  return runner_->logits(sequences_[sequence].row);
 }
 
 bool Generation::prefill() {
@@ -105,8 +109,7 @@ bool Generation::prefill() {
   const std::span<const int32_t> prompt = sequence.request.prompt;
   const std::span<const int32_t> piece =
       prompt.subspan(read_tokens_, std::min<size_t>(kPrefillTokens, prompt.size() - read_tokens_));
-  language_model_.prefill({&sequence.handle, 1}, {&piece, 1}, logits_.data() + sequence.row * model_.config.vocabulary,
-                          pool_);
+  runner_->prefill(sequence.handle, piece, sequence.row);
   counts_.prompt_tokens += static_cast<int64_t>(piece.size());
   read_tokens_ += piece.size();
   if (read_tokens_ == prompt.size()) {
@@ -147,22 +150,18 @@ void Generation::sample_tokens() {
     history_begin_.push_back(static_cast<int64_t>(history_.size()));
   }
   row_tokens_.resize(live_.size());
-  sample({.rows = static_cast<int64_t>(live_.size()),
-          .vocabulary = model_.config.vocabulary,
-          .logits = logits_.data(),
-          .logits_stride = model_.config.vocabulary,
-          .settings = settings_.data(),
-          .sequence = streams_.data(),
-          .position = positions_.data(),
-          .history = history_.data(),
-          .history_begin = history_begin_.data(),
-          .token = row_tokens_.data()},
-         device_, {workspace_.data(), workspace_.size()});
+  runner_->sample({.rows = static_cast<int64_t>(live_.size()),
+                   .settings = settings_.data(),
+                   .sequence = streams_.data(),
+                   .position = positions_.data(),
+                   .history = history_.data(),
+                   .history_begin = history_begin_.data(),
+                   .token = row_tokens_.data()});
   for (size_t row = 0; row < live_.size(); ++row) take(sequences_[live_[row]], row_tokens_[row]);
 }
 
 void Generation::take(Sequence& sequence, int32_t token) {
-  const std::vector<int32_t>& end_tokens = model_.config.end_tokens;
+  const std::vector<int32_t>& end_tokens = config_.end_tokens;
   if (token == kNoToken) {
     sequence.ending = Ending::kBadNumber;
   } else {
@@ -174,7 +173,7 @@ void Generation::take(Sequence& sequence, int32_t token) {
     if (static_cast<int64_t>(sequence.tokens.size()) == sequence.request.max_new_tokens)
       sequence.ending = Ending::kLength;
   }
-  if (sequence.ending != Ending::kNone) pool_.free(sequence.handle);
+  if (sequence.ending != Ending::kNone) runner_->pool().free(sequence.handle);
 }
 
 void Generation::decode_tokens() {
@@ -187,23 +186,20 @@ void Generation::decode_tokens() {
     handles_.push_back(sequence.handle);
     row_tokens_.push_back(sequence.tokens.back());
   }
-  const StepKind kind = decoder_ == Decoder::kConventional ? StepKind::kConventional : StepKind::kReplay;
+  const bool is_replay = decoder_ != Decoder::kConventional && runner_->replays(static_cast<int>(count));
+  const StepKind kind = is_replay ? StepKind::kReplay : StepKind::kConventional;
   const Readout readout = decoder_ == Decoder::kExact ? Readout::kExact : Readout::kDirect;
-  const StepPlan& plan = pool_.begin_step(kind, handles_, {ones_.data(), count});
-  counts_.traffic += step_traffic(pool_.layout(), plan, readout);
+  SequencePool& pool = runner_->pool();
+  const StepPlan& plan = pool.begin_step(kind, handles_, {ones_.data(), count});
+  counts_.traffic += step_traffic(pool.layout(), plan, readout, pool.storage());
   counts_.flushes += plan.flushes;
   try {
-    language_model_.forward({.plan = &plan,
-                             .token = row_tokens_.data(),
-                             .readout = readout,
-                             .logit_token = {row_index_.data(), count},
-                             .logits = logits_.data()},
-                            pool_);
+    runner_->decode(plan, readout, row_tokens_);
   } catch (...) {
-    pool_.abort_step();
+    pool.abort_step();
     throw;
   }
-  pool_.commit();
+  pool.commit();
   counts_.decoded_tokens += static_cast<int64_t>(count);
 }
 

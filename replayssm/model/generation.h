@@ -3,16 +3,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string_view>
 #include <vector>
 
-#include "replayssm/core/buffer.h"
+#include "replayssm/core/cuda_device.h"
 #include "replayssm/core/device.h"
-#include "replayssm/model/language_model.h"
 #include "replayssm/model/model.h"
+#include "replayssm/model/runner.h"
 #include "replayssm/ops/sample.h"
-#include "replayssm/state/pool.h"
 #include "replayssm/state/traffic.h"
 
 namespace replayssm {
@@ -63,6 +63,11 @@ class Generation {
   Generation(const Model& model, Device& device, std::vector<GenerationRequest> requests,
              const GenerationOptions& options);
 
+  // The same on a GPU. There a sequence's tokens depend on how many sequences of its batch still go on, too, but by
+  // rounding alone: never on what the others are. Only where the library is built with REPLAYSSM_CUDA.
+  Generation(const CudaModel& model, CudaDevice& device, std::vector<GenerationRequest> requests,
+             const GenerationOptions& options);
+
   // Reads at most kPrefillTokens more of the prompts. Returns false if there was nothing left to read.
   bool prefill();
   static constexpr int64_t kPrefillTokens = 512;
@@ -86,30 +91,27 @@ class Generation {
     Handle handle;
     std::vector<int32_t> tokens;
     Ending ending = Ending::kNone;
-    int row = 0;  // of logits_, while the sequence goes on
+    int row = 0;  // of the runner's logits, while the sequence goes on
   };
 
+  Generation(std::unique_ptr<Runner> runner, std::vector<GenerationRequest>&& requests, Decoder decoder);
   void sample_tokens();
   void take(Sequence& sequence, int32_t token);
   void decode_tokens();
 
-  const Model& model_;
-  Device& device_;
+  std::unique_ptr<Runner> runner_;
+  const ModelConfig& config_;
   Decoder decoder_;
   std::vector<Sequence> sequences_;
   int64_t prompt_tokens_ = 0;
-  StatePool pool_;
-  LanguageModel language_model_;
   size_t reading_ = 0;      // the sequence whose prompt is being read
   size_t read_tokens_ = 0;  // of that prompt
   std::vector<int> live_;   // the sequences that go on, by row
-  Buffer<float> logits_;    // [sequences, vocabulary], a row for each of live_
-  Buffer<std::byte> workspace_;
   GenerationCounts counts_;
   // One step's rows.
   std::vector<Handle> handles_;
   std::vector<int> ones_;
-  std::vector<int32_t> row_tokens_, row_index_;
+  std::vector<int32_t> row_tokens_;
   std::vector<SampleSettings> settings_;
   std::vector<uint64_t> streams_;
   std::vector<int64_t> positions_, history_begin_;

@@ -7,6 +7,7 @@
 #include "replayssm/core/json.h"
 #include "replayssm/model/checkpoint.h"
 #include "replayssm/model/config.h"
+#include "replayssm/model/weight_store.h"
 #include "replayssm/model/weights.h"
 
 namespace replayssm {
@@ -33,6 +34,8 @@ ModelConfig parse_kimi_config(const JsonObject& document);
 // for q, k and v each or one for all; dense layers and experts may lie under mlp or block_sparse_moe, and the gate
 // under forget_gate, as `transformers` writes them. Throws Error naming the tensor, the expected and the given, if one
 // is missing or of another shape, or is neither BF16, F16 nor F32.
-Weights load_kimi_weights(const Checkpoint& checkpoint, const ModelConfig& config);
+template <template <typename> class Array>
+BasicWeights<Array> load_kimi_weights(const Checkpoint& checkpoint, const ModelConfig& config,
+                                      WeightStore<Array>& store, const LoadProgress& progress);
 
 }  // namespace replayssm

@@ -8,35 +8,23 @@
 namespace replayssm {
 namespace {
 
-Matrix transpose(const Matrix& matrix) {
-  Matrix result;
-  result.outputs = matrix.inputs;
-  result.inputs = matrix.outputs;
-  const auto turn = [&](const auto& from, auto& to) {
-    if (from.size() == 0) return;
-    to = std::remove_cvref_t<decltype(to)>(from.size());
-    for (int64_t o = 0; o < matrix.outputs; ++o)
-      for (int64_t i = 0; i < matrix.inputs; ++i) to[i * matrix.outputs + o] = from[o * matrix.inputs + i];
-  };
-  turn(matrix.bf16, result.bf16);
-  turn(matrix.f32, result.f32);
-  return result;
-}
-
+template <template <typename> class Array>
 class KimiLoader {
  public:
-  KimiLoader(const Checkpoint& checkpoint, const ModelConfig& config)
-      : loader_(checkpoint), config_(config), prefix_(checkpoint.require_prefix({"model."}, "embed_tokens.weight")) {}
+  KimiLoader(const Checkpoint& checkpoint, const ModelConfig& config, WeightStore<Array>& store, LoadProgress progress)
+      : loader_(checkpoint, store, std::move(progress)),
+        config_(config),
+        prefix_(checkpoint.require_prefix({"model."}, "embed_tokens.weight")) {}
 
-  Weights load() {
-    Weights weights;
-    weights.embedding = whole(prefix_ + "embed_tokens.weight", config_.vocabulary, config_.hidden_size);
+  BasicWeights<Array> load() {
+    BasicWeights<Array> weights;
+    weights.embedding = loader_.matrix(prefix_ + "embed_tokens.weight", config_.vocabulary, config_.hidden_size);
     for (const Block& block : config_.blocks) weights.blocks.push_back(load_block(block));
     loader_.refuse_more_layers(fmt::format("{}layers.{}.input_layernorm.weight", prefix_, config_.layers),
                                config_.layers);
     weights.norm = norm(prefix_ + "norm.weight");
     if (!config_.has_tied_embeddings)
-      weights.lm_head = whole("lm_head.weight", config_.vocabulary, config_.hidden_size);
+      weights.lm_head = loader_.matrix("lm_head.weight", config_.vocabulary, config_.hidden_size);
     loader_.count_numbers({config_.norm_epsilon});
     weights.fingerprint = loader_.fingerprint();
     weights.bytes = loader_.bytes();
@@ -44,13 +32,13 @@ class KimiLoader {
   }
 
  private:
-  Weights::Block load_block(const Block& block) {
+  typename BasicWeights<Array>::Block load_block(const Block& block) {
     const std::string name = fmt::format("{}layers.{}.", prefix_, block.layer);
     if (const auto* delta = std::get_if<DeltaConfig>(&block.config))
       return {norm(name + "input_layernorm.weight"), load(*delta, name + "self_attn.")};
     if (const auto* attention = std::get_if<LatentAttentionConfig>(&block.config))
       return {norm(name + "input_layernorm.weight"), load(*attention, name + "self_attn.")};
-    Buffer<float> post_norm = norm(name + "post_attention_layernorm.weight");
+    Array<float> post_norm = norm(name + "post_attention_layernorm.weight");
     const std::string dense = name + "mlp.", sparse = name + "block_sparse_moe.";
     if (const auto* experts = std::get_if<ExpertsConfig>(&block.config))
       return {std::move(post_norm), load(*experts, first_with({sparse, dense}, "gate.weight"))};
@@ -60,7 +48,7 @@ class KimiLoader {
                                  feed_forward.size, config_.hidden_size)};
   }
 
-  DeltaWeights load(const DeltaConfig& sizes, const std::string& name) {
+  BasicDeltaWeights<Array> load(const DeltaConfig& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size, keys = sizes.key_channels(), values = sizes.value_channels();
     const std::string gate = first_with({name, name + "forget_gate."}, "f_a_proj.weight");
     const bool has_low_rank = sizes.output_gate_rank > 0;
@@ -71,70 +59,62 @@ class KimiLoader {
     rows.push_back(loader_.all_rows(name + "b_proj.weight", sizes.shape.heads, hidden));
     rows.push_back(loader_.all_rows(gate + "f_a_proj.weight", sizes.gate_rank, hidden));
     if (has_low_rank) rows.push_back(loader_.all_rows(name + "g_a_proj.weight", sizes.output_gate_rank, hidden));
-    DeltaWeights weights;
+    BasicDeltaWeights<Array> weights;
     weights.in_proj = loader_.matrix(rows);
-    weights.gate = whole(gate + "f_b_proj.weight", keys, sizes.gate_rank);
-    if (has_low_rank) weights.output_gate = whole(name + "g_b_proj.weight", values, sizes.output_gate_rank);
+    weights.gate = loader_.matrix(gate + "f_b_proj.weight", keys, sizes.gate_rank);
+    if (has_low_rank) weights.output_gate = loader_.matrix(name + "g_b_proj.weight", values, sizes.output_gate_rank);
     weights.conv = convolution(sizes, name);
     weights.a_log = decays(gate + "A_log", sizes.shape.heads);
     weights.dt_bias = loader_.vector(gate + "dt_bias", keys);
     weights.norm = loader_.vector(name + "o_norm.weight", sizes.shape.value_size);
-    weights.out_proj = whole(name + "o_proj.weight", hidden, values);
+    weights.out_proj = loader_.matrix(name + "o_proj.weight", hidden, values);
     loader_.count_numbers({sizes.lower_bound});
     return weights;
   }
 
   // The published checkpoint has a convolution each for q, k and v.
-  Buffer<float> convolution(const DeltaConfig& sizes, const std::string& name) {
-    const int64_t channels = sizes.conv_channels(), width = sizes.conv_width;
+  Array<float> convolution(const DeltaConfig& sizes, const std::string& name) {
     if (loader_.checkpoint().find(name + "conv1d.weight") != nullptr)
-      return loader_.convolution(name + "conv1d.weight", channels, width);
-    Buffer<float> taps(static_cast<size_t>(width * channels));
-    int64_t first = 0;
-    for (const auto& [part, count] : {std::pair("q", sizes.key_channels()), std::pair("k", sizes.key_channels()),
-                                      std::pair("v", sizes.value_channels())}) {
-      const Buffer<float> own = loader_.convolution(fmt::format("{}{}_conv1d.weight", name, part), count, width);
-      for (int64_t i = 0; i < width; ++i)
-        std::copy_n(own.data() + i * count, count, taps.data() + i * channels + first);
-      first += count;
-    }
-    return taps;
+      return loader_.convolution({{name + "conv1d.weight", sizes.conv_channels()}}, sizes.conv_width);
+    return loader_.convolution({{name + "q_conv1d.weight", sizes.key_channels()},
+                                {name + "k_conv1d.weight", sizes.key_channels()},
+                                {name + "v_conv1d.weight", sizes.value_channels()}},
+                               sizes.conv_width);
   }
 
   // [1, 1, H, 1] in the published checkpoint, [H] where the gate has a lower bound.
-  Buffer<float> decays(const std::string& name, int64_t heads) {
+  Array<float> decays(const std::string& name, int64_t heads) {
     const Tensor* tensor = loader_.checkpoint().find(name);
     if (tensor != nullptr && tensor->shape.size() == 4) return loader_.vector(name, {1, 1, heads, 1});
     return loader_.vector(name, heads);
   }
 
-  LatentAttentionWeights load(const LatentAttentionConfig& sizes, const std::string& name) {
+  BasicLatentAttentionWeights<Array> load(const LatentAttentionConfig& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size, heads = sizes.heads;
     const int64_t query = sizes.nope_size + sizes.rope_size, up = sizes.nope_size + sizes.value_size;
     const RowRange key = loader_.all_rows(name + "kv_a_proj_with_mqa.weight", sizes.key_size(), hidden);
-    LatentAttentionWeights weights;
+    BasicLatentAttentionWeights<Array> weights;
     if (sizes.query_rank > 0) {
       weights.in_proj = loader_.matrix({loader_.all_rows(name + "q_a_proj.weight", sizes.query_rank, hidden), key});
       weights.query_norm = loader_.vector(name + "q_a_layernorm.weight", sizes.query_rank);
-      weights.query_up = whole(name + "q_b_proj.weight", heads * query, sizes.query_rank);
+      weights.query_up = loader_.matrix(name + "q_b_proj.weight", heads * query, sizes.query_rank);
     } else {
       weights.in_proj = loader_.matrix({loader_.all_rows(name + "q_proj.weight", heads * query, hidden), key});
     }
     weights.latent_norm = loader_.vector(name + "kv_a_layernorm.weight", sizes.latent_size);
     // Per head [key | value] rows.
     const Tensor& kv = loader_.tensor(name + "kv_b_proj.weight", {heads * up, sizes.latent_size});
-    for (int64_t head = 0; head < heads; ++head) {
-      weights.key_up.push_back(transpose(loader_.matrix({{&kv, head * up, sizes.nope_size}})));
-      weights.value_up.push_back(loader_.matrix({{&kv, head * up + sizes.nope_size, sizes.value_size}}));
-    }
-    weights.out_proj = whole(name + "o_proj.weight", hidden, heads * sizes.value_size);
+    weights.key_up = loader_.key_up(kv, sizes.heads, up, sizes.nope_size, sizes.rope_size);
+    weights.value_up =
+        loader_.matrix(WeightLoader<Array>::part_of_heads(kv, sizes.heads, up, sizes.nope_size, sizes.value_size));
+    weights.out_proj = loader_.matrix(name + "o_proj.weight", hidden, heads * sizes.value_size);
     loader_.count_numbers({static_cast<double>(sizes.nope_size), sizes.norm_epsilon});
     return weights;
   }
 
-  ExpertsWeights load(const ExpertsConfig& sizes, const std::string& name) {
-    ExpertsWeights weights;
-    weights.router = whole(name + "gate.weight", sizes.experts, config_.hidden_size);
+  BasicExpertsWeights<Array> load(const ExpertsConfig& sizes, const std::string& name) {
+    BasicExpertsWeights<Array> weights;
+    weights.router = loader_.matrix(name + "gate.weight", sizes.experts, config_.hidden_size);
     weights.correction = loader_.vector(name + "gate.e_score_correction_bias", sizes.experts);
     weights.experts = load_experts(sizes, name + "experts.");
     if (sizes.shared_size > 0)
@@ -148,38 +128,35 @@ class KimiLoader {
   }
 
   // In the published checkpoint an expert's gate_proj, up_proj and down_proj are w1, w3 and w2.
-  std::vector<FeedForwardWeights> load_experts(const ExpertsConfig& sizes, const std::string& name) {
-    const int64_t hidden = config_.hidden_size;
+  BasicFeedForwardWeights<Array> load_experts(const ExpertsConfig& sizes, const std::string& name) {
     for (const char* other : {"gate_up_proj", "down_proj", "0.gate_proj.weight"})
-      if (loader_.checkpoint().find(name + other) != nullptr) return loader_.experts(name, sizes, hidden);
-    std::vector<FeedForwardWeights> experts;
-    for (int expert = 0; expert < sizes.experts; ++expert) {
-      const std::string own = fmt::format("{}{}.", name, expert);
-      experts.push_back({loader_.matrix({loader_.all_rows(own + "w1.weight", sizes.size, hidden),
-                                         loader_.all_rows(own + "w3.weight", sizes.size, hidden)}),
-                         whole(own + "w2.weight", hidden, sizes.size)});
-    }
-    return experts;
+      if (loader_.checkpoint().find(name + other) != nullptr) return loader_.experts(name, sizes, config_.hidden_size);
+    return loader_.experts(name, sizes, config_.hidden_size, {"w1.weight", "w3.weight", "w2.weight"});
   }
 
   // The first of `prefixes` under which there is a tensor `suffix`.
   std::string first_with(std::initializer_list<std::string_view> prefixes, std::string_view suffix) const {
     return loader_.checkpoint().require_prefix(prefixes, suffix);
   }
-  Matrix whole(const std::string& name, int64_t outputs, int64_t inputs) {
-    return loader_.matrix({loader_.all_rows(name, outputs, inputs)});
-  }
-  Buffer<float> norm(const std::string& name) { return loader_.vector(name, config_.hidden_size); }
+  Array<float> norm(const std::string& name) { return loader_.vector(name, config_.hidden_size); }
 
-  WeightLoader loader_;
+  WeightLoader<Array> loader_;
   const ModelConfig& config_;
   std::string prefix_;
 };
 
 }  // namespace
 
-Weights load_kimi_weights(const Checkpoint& checkpoint, const ModelConfig& config) {
-  return KimiLoader(checkpoint, config).load();
+template <template <typename> class Array>
+BasicWeights<Array> load_kimi_weights(const Checkpoint& checkpoint, const ModelConfig& config,
+                                      WeightStore<Array>& store, const LoadProgress& progress) {
+  return KimiLoader<Array>(checkpoint, config, store, progress).load();
 }
+
+template Weights load_kimi_weights(const Checkpoint&, const ModelConfig&, WeightStore<Buffer>&, const LoadProgress&);
+#ifdef REPLAYSSM_HAS_CUDA
+template CudaWeights load_kimi_weights(const Checkpoint&, const ModelConfig&, WeightStore<DeviceBuffer>&,
+                                       const LoadProgress&);
+#endif
 
 }  // namespace replayssm

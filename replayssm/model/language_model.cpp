@@ -1,6 +1,7 @@
 #include "replayssm/model/language_model.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "replayssm/core/error.h"
 #include "replayssm/ops/embed.h"
@@ -9,35 +10,41 @@
 #include "replayssm/ops/rope.h"
 
 namespace replayssm {
+
 namespace {
 
-// The state that a block keeps, or none.
 struct StateOf {
-  std::vector<StateLayer>& layers;
-
-  void operator()(const DeltaConfig& delta) const {
-    layers.push_back(DeltaLayer{delta.shape, delta.conv_channels(), delta.conv_width});
+  std::optional<StateLayer> operator()(const DeltaConfig& delta) const {
+    return DeltaLayer{delta.shape, delta.conv_channels(), delta.conv_width};
   }
-  void operator()(const Mamba2Config& mamba) const {
-    layers.push_back(Mamba2Layer{mamba.shape, mamba.conv_channels(), mamba.conv_width});
+  std::optional<StateLayer> operator()(const Mamba2Config& mamba) const {
+    return Mamba2Layer{mamba.shape, mamba.conv_channels(), mamba.conv_width};
   }
-  void operator()(const AttentionConfig& attention) const {
-    layers.push_back(AttentionLayer{attention.kv_heads, attention.head_size});
+  std::optional<StateLayer> operator()(const AttentionConfig& attention) const {
+    return AttentionLayer{attention.kv_heads, attention.head_size};
   }
-  void operator()(const LatentAttentionConfig& attention) const {
-    layers.push_back(AttentionLayer{1, attention.key_size(), attention.latent_size});
+  std::optional<StateLayer> operator()(const LatentAttentionConfig& attention) const {
+    return AttentionLayer{1, attention.key_size(), attention.latent_size};
   }
-  void operator()(const FeedForwardConfig&) const {}
-  void operator()(const ExpertsConfig&) const {}
+  std::optional<StateLayer> operator()(const FeedForwardConfig&) const { return {}; }
+  std::optional<StateLayer> operator()(const ExpertsConfig&) const { return {}; }
 };
 
 }  // namespace
+
+std::vector<int> state_indices(const ModelConfig& config) {
+  std::vector<int> indices;
+  int next = 0;
+  for (const Block& block : config.blocks) indices.push_back(std::visit(StateOf(), block.config) ? next++ : -1);
+  return indices;
+}
 
 StateLayout state_layout(const ModelConfig& config, const std::string& fingerprint, int window, int max_step_tokens,
                          int page_tokens) {
   StateLayout layout;
   layout.model = fingerprint;
-  for (const Block& block : config.blocks) std::visit(StateOf{layout.layers}, block.config);
+  for (const Block& block : config.blocks)
+    if (auto layer = std::visit(StateOf(), block.config)) layout.layers.push_back(*layer);
   layout.window = window;
   layout.max_step_tokens = max_step_tokens;
   layout.page_tokens = page_tokens;
@@ -57,18 +64,19 @@ void BlockWidths::widen(const BlockWidths& other) {
 
 LanguageModel::LanguageModel(const ModelConfig& config, const Weights& weights, const StateLayout& layout,
                              int max_tokens, Device& device)
-    : config_(config), weights_(weights), layout_(layout), max_tokens_(max_tokens), device_(device) {
+    : config_(config),
+      weights_(weights),
+      layout_(layout),
+      state_(state_indices(config)),
+      max_tokens_(max_tokens),
+      device_(device),
+      pieces_(std::max(max_tokens, 0)) {
   require(max_tokens > 0, "max_tokens: expected 1 or more, got {}", max_tokens);
   // The logits' wanted rows lie in projection, too, and experts have rows of the hidden size.
   BlockWidths widths{.projection = config.hidden_size, .convolved = config.hidden_size, .mixed = config.hidden_size};
-  std::vector<StateLayer> layers;
-  for (const Block& block : config.blocks) {
-    const size_t before = layers.size();
-    std::visit(StateOf{layers}, block.config);
-    state_.push_back(layers.size() > before ? static_cast<int>(before) : -1);
+  for (const Block& block : config.blocks)
     widths.widen(
         std::visit([&](const auto& sizes) { return block_widths(sizes, layout, max_tokens, device); }, block.config));
-  }
   const auto rows = [&](int64_t width) { return Buffer<float>(static_cast<size_t>(max_tokens * width)); };
   arrays_.hidden = rows(config.hidden_size);
   arrays_.normal = rows(config.hidden_size);
@@ -82,10 +90,6 @@ LanguageModel::LanguageModel(const ModelConfig& config, const Weights& weights, 
   arrays_.cosine = rows(rotary_size / 2);
   arrays_.sine = rows(rotary_size / 2);
   arrays_.workspace = Buffer<std::byte>(widths.workspace_bytes);
-  piece_rows_.reserve(max_tokens);
-  piece_tokens_.reserve(max_tokens);
-  piece_token_.reserve(max_tokens);
-  piece_logit_.reserve(max_tokens);
 }
 
 size_t LanguageModel::workspace_bytes() const {
@@ -177,17 +181,18 @@ void LanguageModel::normalize(const Forward& forward, const float* weight) {
            device_);
 }
 
-void project(const Forward& forward, const Matrix& matrix, const float* x, int64_t x_stride, float* y, bool is_added) {
+void project(const Forward& forward, const MatrixRows& matrix, const float* x, int64_t x_stride, float* y,
+             bool is_added) {
   project(forward, matrix, forward.tokens, x, x_stride, y, is_added);
 }
 
-void project(const Forward& forward, const Matrix& matrix, int64_t rows, const float* x, int64_t x_stride, float* y,
+void project(const Forward& forward, const MatrixRows& matrix, int64_t rows, const float* x, int64_t x_stride, float* y,
              bool is_added) {
   linear({.tokens = rows,
           .inputs = matrix.inputs,
           .outputs = matrix.outputs,
-          .weight = matrix.bf16.data(),
-          .weight_f32 = matrix.f32.data(),
+          .weight = matrix.bf16,
+          .weight_f32 = matrix.f32,
           .x = x,
           .x_stride = x_stride,
           .y = y,
@@ -221,37 +226,14 @@ void LanguageModel::project_logits(const Forward& forward) {
 
 void LanguageModel::prefill(std::span<const Handle> rows, std::span<const std::span<const int32_t>> prompts,
                             float* logits, StatePool& pool) {
-  require(rows.size() == prompts.size(), "prefill: expected a prompt for each of {} rows, got {}", rows.size(),
-          prompts.size());
-  for (size_t b = 0; b < prompts.size(); ++b) require(!prompts[b].empty(), "prefill: the prompt of row {} is empty", b);
-  const size_t max_rows = static_cast<size_t>(pool.ledger().limits().max_rows);
-  size_t row = 0, taken = 0;  // tokens taken of that row's prompt
-  while (row < rows.size()) {
-    const size_t first_done = row;
-    piece_rows_.clear();
-    piece_tokens_.clear();
-    piece_token_.clear();
-    piece_logit_.clear();
-    while (row < rows.size() && piece_rows_.size() < max_rows &&
-           piece_token_.size() < static_cast<size_t>(max_tokens_)) {
-      const size_t count =
-          std::min(prompts[row].size() - taken, static_cast<size_t>(max_tokens_) - piece_token_.size());
-      const auto piece = prompts[row].subspan(taken, count);
-      piece_rows_.push_back(rows[row]);
-      piece_tokens_.push_back(static_cast<int>(count));
-      piece_token_.insert(piece_token_.end(), piece.begin(), piece.end());
-      taken += count;
-      if (taken < prompts[row].size()) break;
-      piece_logit_.push_back(static_cast<int32_t>(piece_token_.size()) - 1);
-      ++row;
-      taken = 0;
-    }
-    const StepPlan& plan = pool.begin_step(StepKind::kPrefill, piece_rows_, piece_tokens_);
+  pieces_.start(rows, prompts, static_cast<size_t>(pool.ledger().limits().max_rows));
+  while (pieces_.next()) {
+    const StepPlan& plan = pool.begin_step(StepKind::kPrefill, pieces_.rows(), pieces_.tokens_per_row());
     try {
       forward({.plan = &plan,
-               .token = piece_token_.data(),
-               .logit_token = piece_logit_,
-               .logits = logits + first_done * static_cast<size_t>(config_.vocabulary)},
+               .token = pieces_.token().data(),
+               .logit_token = pieces_.last_token(),
+               .logits = logits + pieces_.first_done() * static_cast<size_t>(config_.vocabulary)},
               pool);
     } catch (...) {
       pool.abort_step();

@@ -10,6 +10,7 @@
 #include "replayssm/core/device.h"
 #include "replayssm/model/config.h"
 #include "replayssm/model/forward.h"
+#include "replayssm/model/prompt_pieces.h"
 #include "replayssm/model/weights.h"
 #include "replayssm/state/layout.h"
 #include "replayssm/state/pool.h"
@@ -21,6 +22,9 @@ namespace replayssm {
 // weights.
 StateLayout state_layout(const ModelConfig& config, const std::string& fingerprint, int window, int max_step_tokens,
                          int page_tokens);
+
+// Of each block: its layer in that layout, or -1.
+std::vector<int> state_indices(const ModelConfig& config);
 
 class LanguageModel {
  public:
@@ -58,14 +62,11 @@ class LanguageModel {
   const ModelConfig& config_;
   const Weights& weights_;
   StateLayout layout_;
-  std::vector<int> state_;  // of each block: its layer in the layout, or -1
+  std::vector<int> state_;
   int max_tokens_;
   Device& device_;
   Activations arrays_;
-  // The pieces of a prefill.
-  std::vector<Handle> piece_rows_;
-  std::vector<int> piece_tokens_;
-  std::vector<int32_t> piece_token_, piece_logit_;
+  PromptPieces pieces_;
 };
 
 }  // namespace replayssm

@@ -38,30 +38,24 @@ void normalize(const Forward& forward, const LatentAttentionConfig& config, cons
            forward.device);
 }
 
-// y_h = matrix_h x_h; heads of x and y are x_step and y_step apart, tokens x_stride and y_stride.
-void project_heads(const Forward& forward, const std::vector<Matrix>& matrices, const float* x, int64_t x_stride,
+// y_h = matrix_h x_h, the matrices of the heads one below the other; heads of x and y are x_step and y_step apart,
+// tokens x_stride and y_stride.
+void project_heads(const Forward& forward, const Matrix& matrix, int heads, const float* x, int64_t x_stride,
                    int64_t x_step, float* y, int64_t y_stride, int64_t y_step) {
-  for (size_t head = 0; head < matrices.size(); ++head)
+  const int64_t outputs = matrix.outputs / heads;
+  for (int head = 0; head < heads; ++head) {
+    const MatrixRows own = matrix.rows(head * outputs, outputs);
     linear({.tokens = forward.tokens,
-            .inputs = matrices[head].inputs,
-            .outputs = matrices[head].outputs,
-            .weight = matrices[head].bf16.data(),
-            .weight_f32 = matrices[head].f32.data(),
+            .inputs = own.inputs,
+            .outputs = own.outputs,
+            .weight = own.bf16,
+            .weight_f32 = own.f32,
             .x = x + head * x_step,
             .x_stride = x_stride,
             .y = y + head * y_step,
             .y_stride = y_stride},
            forward.device);
-}
-
-// The part of each query that meets the shared key part, behind its part for the latent.
-void copy_shared_parts(const Forward& forward, const LatentAttentionConfig& config, const float* q, int64_t q_stride,
-                       float* absorbed) {
-  const int64_t head_size = config.nope_size + config.rope_size, key = config.key_size();
-  for (int64_t n = 0; n < forward.tokens; ++n)
-    for (int64_t head = 0; head < config.heads; ++head)
-      std::copy_n(q + n * q_stride + head * head_size + config.nope_size, config.rope_size,
-                  absorbed + (n * config.heads + head) * key + config.latent_size);
+  }
 }
 
 }  // namespace
@@ -92,8 +86,7 @@ void run_latent_attention(const Forward& forward, const LatentAttentionConfig& c
   normalize(forward, config, weights.latent_norm, latent);
 
   float* absorbed = arrays.convolved.data();
-  project_heads(forward, weights.key_up, q, q_stride, query, absorbed, heads * key, key);
-  copy_shared_parts(forward, config, q, q_stride, absorbed);
+  project_heads(forward, weights.key_up, config.heads, q, q_stride, query, absorbed, heads * key, key);
   attention({.cache = forward.pool.kv_cache(state),
              .pages = forward.step.plan->pages,
              .rows = forward.step.plan->rows,
@@ -107,8 +100,8 @@ void run_latent_attention(const Forward& forward, const LatentAttentionConfig& c
              .out = arrays.mixed.data()},
             forward.device, forward.workspace());
   const int64_t latents = heads * config.latent_size, values = heads * config.value_size;
-  project_heads(forward, weights.value_up, arrays.mixed.data(), latents, config.latent_size, arrays.convolved.data(),
-                values, config.value_size);
+  project_heads(forward, weights.value_up, config.heads, arrays.mixed.data(), latents, config.latent_size,
+                arrays.convolved.data(), values, config.value_size);
   project(forward, weights.out_proj, arrays.convolved.data(), values, arrays.hidden.data(), true);
 }
 

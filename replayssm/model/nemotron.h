@@ -7,6 +7,7 @@
 #include "replayssm/core/json.h"
 #include "replayssm/model/checkpoint.h"
 #include "replayssm/model/config.h"
+#include "replayssm/model/weight_store.h"
 #include "replayssm/model/weights.h"
 
 namespace replayssm {
@@ -37,6 +38,8 @@ ModelConfig parse_nemotron_config(const JsonObject& document);
 // their own or slices of one; those of the multi-token-prediction head are left alone. Throws Error naming the tensor,
 // the expected and the given, if one is missing or of another shape, or is neither BF16, F16 nor F32; also if a layer's
 // tensors are not those of the kind that the config gives it, or if there are more layers.
-Weights load_nemotron_weights(const Checkpoint& checkpoint, const ModelConfig& config);
+template <template <typename> class Array>
+BasicWeights<Array> load_nemotron_weights(const Checkpoint& checkpoint, const ModelConfig& config,
+                                          WeightStore<Array>& store, const LoadProgress& progress);
 
 }  // namespace replayssm

@@ -21,24 +21,26 @@ struct LetterOf {
   char operator()(const auto&) const { return '-'; }
 };
 
+template <template <typename> class Array>
 class NemotronLoader {
  public:
-  NemotronLoader(const Checkpoint& checkpoint, const ModelConfig& config)
-      : loader_(checkpoint),
+  NemotronLoader(const Checkpoint& checkpoint, const ModelConfig& config, WeightStore<Array>& store,
+                 LoadProgress progress)
+      : loader_(checkpoint, store, std::move(progress)),
         config_(config),
         prefix_(checkpoint.require_prefix({"backbone.", "model."}, "embeddings.weight")) {}
 
-  Weights load() {
+  BasicWeights<Array> load() {
     const std::string next = fmt::format("{}layers.{}.norm.weight", prefix_, config_.layers);
     require(loader_.checkpoint().find(next) == nullptr,
             "hybrid_override_pattern: expected as many layers as there are tensors of, got {} and the tensor {}",
             config_.layers, next);
-    Weights weights;
-    weights.embedding = matrix(prefix_ + "embeddings.weight", config_.vocabulary, config_.hidden_size);
+    BasicWeights<Array> weights;
+    weights.embedding = loader_.matrix(prefix_ + "embeddings.weight", config_.vocabulary, config_.hidden_size);
     for (const Block& block : config_.blocks) weights.blocks.push_back(load_block(block));
     weights.norm = loader_.vector(prefix_ + "norm_f.weight", config_.hidden_size);
     if (!config_.has_tied_embeddings)
-      weights.lm_head = matrix("lm_head.weight", config_.vocabulary, config_.hidden_size);
+      weights.lm_head = loader_.matrix("lm_head.weight", config_.vocabulary, config_.hidden_size);
     count_numbers();
     weights.fingerprint = loader_.fingerprint();
     weights.bytes = loader_.bytes();
@@ -46,18 +48,14 @@ class NemotronLoader {
   }
 
  private:
-  Matrix matrix(const std::string& name, int64_t outputs, int64_t inputs) {
-    return loader_.matrix({loader_.all_rows(name, outputs, inputs)});
-  }
-
-  Weights::Block load_block(const Block& block) {
+  typename BasicWeights<Array>::Block load_block(const Block& block) {
     const std::string name = fmt::format("{}layers.{}.", prefix_, block.layer);
     check_kind(block, name + "mixer.");
-    Buffer<float> norm = loader_.vector(name + "norm.weight", config_.hidden_size);
+    Array<float> norm = loader_.vector(name + "norm.weight", config_.hidden_size);
     return {std::move(norm), load_body(block.config, name + "mixer.")};
   }
 
-  BlockWeights load_body(const BlockConfig& sizes, const std::string& name) {
+  BasicBlockWeights<Array> load_body(const BlockConfig& sizes, const std::string& name) {
     if (const auto* mamba = std::get_if<Mamba2Config>(&sizes)) return load(*mamba, name);
     if (const auto* attention = std::get_if<AttentionConfig>(&sizes)) return load(*attention, name);
     if (const auto* experts = std::get_if<ExpertsConfig>(&sizes)) return load(*experts, name);
@@ -75,41 +73,41 @@ class NemotronLoader {
                 block.layer, name, kind.tensor, letter);
   }
 
-  Mamba2Weights load(const Mamba2Config& sizes, const std::string& name) {
+  BasicMamba2Weights<Array> load(const Mamba2Config& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size, inner = sizes.inner_channels(), channels = sizes.conv_channels();
     const int64_t heads = sizes.shape.heads;
-    Mamba2Weights weights;
-    weights.in_proj = matrix(name + "in_proj.weight", inner + channels + heads, hidden);
-    weights.conv = loader_.convolution(name + "conv1d.weight", channels, sizes.conv_width);
+    BasicMamba2Weights<Array> weights;
+    weights.in_proj = loader_.matrix(name + "in_proj.weight", inner + channels + heads, hidden);
+    weights.conv = loader_.convolution({{name + "conv1d.weight", channels}}, sizes.conv_width);
     if (sizes.has_conv_bias) weights.conv_bias = loader_.vector(name + "conv1d.bias", channels);
     weights.a_log = loader_.vector(name + "A_log", heads);
     weights.d = loader_.vector(name + "D", heads);
     weights.dt_bias = loader_.vector(name + "dt_bias", heads);
     weights.norm = loader_.vector(name + "norm.weight", inner);
-    weights.out_proj = matrix(name + "out_proj.weight", hidden, inner);
+    weights.out_proj = loader_.matrix(name + "out_proj.weight", hidden, inner);
     return weights;
   }
 
-  AttentionWeights load(const AttentionConfig& sizes, const std::string& name) {
+  BasicAttentionWeights<Array> load(const AttentionConfig& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size, queries = int64_t{sizes.query_heads} * sizes.head_size;
     const int64_t keys = int64_t{sizes.kv_heads} * sizes.head_size;
-    AttentionWeights weights;
+    BasicAttentionWeights<Array> weights;
     weights.in_proj = loader_.matrix({loader_.all_rows(name + "q_proj.weight", queries, hidden),
                                       loader_.all_rows(name + "k_proj.weight", keys, hidden),
                                       loader_.all_rows(name + "v_proj.weight", keys, hidden)});
-    weights.out_proj = matrix(name + "o_proj.weight", hidden, queries);
+    weights.out_proj = loader_.matrix(name + "o_proj.weight", hidden, queries);
     return weights;
   }
 
-  ExpertsWeights load(const ExpertsConfig& sizes, const std::string& name) {
+  BasicExpertsWeights<Array> load(const ExpertsConfig& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size, width = sizes.latent_size > 0 ? sizes.latent_size : hidden;
-    ExpertsWeights weights;
-    weights.router = matrix(name + "gate.weight", sizes.experts, hidden);
+    BasicExpertsWeights<Array> weights;
+    weights.router = loader_.matrix(name + "gate.weight", sizes.experts, hidden);
     weights.correction = loader_.vector(name + "gate.e_score_correction_bias", sizes.experts);
     weights.experts = loader_.experts(name + "experts.", sizes, width);
     if (sizes.latent_size > 0) {
-      weights.latent_down = matrix(name + "fc1_latent_proj.weight", width, hidden);
-      weights.latent_up = matrix(name + "fc2_latent_proj.weight", hidden, width);
+      weights.latent_down = loader_.matrix(name + "fc1_latent_proj.weight", width, hidden);
+      weights.latent_up = loader_.matrix(name + "fc2_latent_proj.weight", hidden, width);
     }
     weights.shared = loader_.feed_forward(name + "shared_experts.", sizes.activation, sizes.shared_size, hidden);
     return weights;
@@ -129,15 +127,24 @@ class NemotronLoader {
     }
   }
 
-  WeightLoader loader_;
+  WeightLoader<Array> loader_;
   const ModelConfig& config_;
   std::string prefix_;
 };
 
 }  // namespace
 
-Weights load_nemotron_weights(const Checkpoint& checkpoint, const ModelConfig& config) {
-  return NemotronLoader(checkpoint, config).load();
+template <template <typename> class Array>
+BasicWeights<Array> load_nemotron_weights(const Checkpoint& checkpoint, const ModelConfig& config,
+                                          WeightStore<Array>& store, const LoadProgress& progress) {
+  return NemotronLoader<Array>(checkpoint, config, store, progress).load();
 }
+
+template Weights load_nemotron_weights(const Checkpoint&, const ModelConfig&, WeightStore<Buffer>&,
+                                       const LoadProgress&);
+#ifdef REPLAYSSM_HAS_CUDA
+template CudaWeights load_nemotron_weights(const Checkpoint&, const ModelConfig&, WeightStore<DeviceBuffer>&,
+                                           const LoadProgress&);
+#endif
 
 }  // namespace replayssm

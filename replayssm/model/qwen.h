@@ -5,6 +5,7 @@
 #include "replayssm/core/json.h"
 #include "replayssm/model/checkpoint.h"
 #include "replayssm/model/config.h"
+#include "replayssm/model/weight_store.h"
 #include "replayssm/model/weights.h"
 
 namespace replayssm {
@@ -30,6 +31,8 @@ ModelConfig parse_qwen_config(const JsonObject& outer);
 // Qwen3.5's order; experts may lie in one tensor a projection, [experts, rows, inputs], or in one an expert. Throws
 // Error naming the tensor, the expected and the given, if one is missing or of another shape, or is neither BF16, F16
 // nor F32.
-Weights load_qwen_weights(const Checkpoint& checkpoint, const ModelConfig& config);
+template <template <typename> class Array>
+BasicWeights<Array> load_qwen_weights(const Checkpoint& checkpoint, const ModelConfig& config,
+                                      WeightStore<Array>& store, const LoadProgress& progress);
 
 }  // namespace replayssm

@@ -10,15 +10,16 @@ void append(std::vector<RowRange>& ranges, const std::vector<RowRange>& more) {
   ranges.insert(ranges.end(), more.begin(), more.end());
 }
 
+template <template <typename> class Array>
 class QwenLoader {
  public:
-  QwenLoader(const Checkpoint& checkpoint, const ModelConfig& config)
-      : loader_(checkpoint),
+  QwenLoader(const Checkpoint& checkpoint, const ModelConfig& config, WeightStore<Array>& store, LoadProgress progress)
+      : loader_(checkpoint, store, std::move(progress)),
         config_(config),
         prefix_(checkpoint.require_prefix({"model.", "model.language_model."}, "embed_tokens.weight")) {}
 
-  Weights load() {
-    Weights weights;
+  BasicWeights<Array> load() {
+    BasicWeights<Array> weights;
     weights.embedding =
         loader_.matrix({loader_.all_rows(prefix_ + "embed_tokens.weight", config_.vocabulary, config_.hidden_size)});
     for (const Block& block : config_.blocks) weights.blocks.push_back(load_block(block));
@@ -38,26 +39,26 @@ class QwenLoader {
   }
 
  private:
-  Weights::Block load_block(const Block& block) {
+  typename BasicWeights<Array>::Block load_block(const Block& block) {
     const std::string name = fmt::format("{}layers.{}.", prefix_, block.layer);
     if (const auto* feed_forward = std::get_if<FeedForwardConfig>(&block.config))
       return {norm(name + "post_attention_layernorm.weight"),
               loader_.feed_forward(name + "mlp.", feed_forward->activation, feed_forward->size, config_.hidden_size)};
     if (const auto* experts = std::get_if<ExpertsConfig>(&block.config))
       return {norm(name + "post_attention_layernorm.weight"), load(*experts, name + "mlp.")};
-    Buffer<float> input_norm = norm(name + "input_layernorm.weight");
+    Array<float> input_norm = norm(name + "input_layernorm.weight");
     if (const auto* delta = std::get_if<DeltaConfig>(&block.config))
       return {std::move(input_norm), load(*delta, name + "linear_attn.")};
     return {std::move(input_norm), load(std::get<AttentionConfig>(block.config), name + "self_attn.")};
   }
 
-  Buffer<float> norm(const std::string& name) { return loader_.vector(name, config_.hidden_size); }
+  Array<float> norm(const std::string& name) { return loader_.vector(name, config_.hidden_size); }
 
-  DeltaWeights load(const DeltaConfig& sizes, const std::string& name) {
-    DeltaWeights weights;
+  BasicDeltaWeights<Array> load(const DeltaConfig& sizes, const std::string& name) {
+    BasicDeltaWeights<Array> weights;
     weights.in_proj = loader_.matrix(config_.model_type == "qwen3_next" ? interleaved_rows(sizes, name)
                                                                         : contiguous_rows(sizes, name));
-    weights.conv = loader_.convolution(name + "conv1d.weight", sizes.conv_channels(), sizes.conv_width);
+    weights.conv = loader_.convolution({{name + "conv1d.weight", sizes.conv_channels()}}, sizes.conv_width);
     weights.a_log = loader_.vector(name + "A_log", sizes.shape.heads);
     weights.dt_bias = loader_.vector(name + "dt_bias", sizes.shape.heads);
     weights.norm = loader_.vector(name + "norm.weight", sizes.shape.value_size);
@@ -84,26 +85,26 @@ class QwenLoader {
         loader_.tensor(name + "in_proj_qkvz.weight", {shape.key_heads * (2 * key + 2 * value), hidden});
     const Tensor& ba = loader_.tensor(name + "in_proj_ba.weight", {2 * shape.heads, hidden});
     const auto part = [&](int64_t first, int64_t count) {
-      return WeightLoader::part_of_heads(qkvz, shape.key_heads, 2 * key + 2 * value, first, count);
+      return WeightLoader<Array>::part_of_heads(qkvz, shape.key_heads, 2 * key + 2 * value, first, count);
     };
     std::vector<RowRange> rows = part(0, key);
     append(rows, part(key, key));
     append(rows, part(2 * key, value));
     append(rows, part(2 * key + value, value));
-    append(rows, WeightLoader::part_of_heads(ba, shape.key_heads, 2 * ratio, 0, ratio));
-    append(rows, WeightLoader::part_of_heads(ba, shape.key_heads, 2 * ratio, ratio, ratio));
+    append(rows, WeightLoader<Array>::part_of_heads(ba, shape.key_heads, 2 * ratio, 0, ratio));
+    append(rows, WeightLoader<Array>::part_of_heads(ba, shape.key_heads, 2 * ratio, ratio, ratio));
     return rows;
   }
 
-  AttentionWeights load(const AttentionConfig& sizes, const std::string& name) {
+  BasicAttentionWeights<Array> load(const AttentionConfig& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size, head = sizes.head_size, kv = sizes.kv_heads * head;
     // Per query head [query | gate].
     const Tensor& q = loader_.tensor(name + "q_proj.weight", {2 * sizes.query_heads * head, hidden});
-    std::vector<RowRange> rows = WeightLoader::part_of_heads(q, sizes.query_heads, 2 * head, 0, head);
+    std::vector<RowRange> rows = WeightLoader<Array>::part_of_heads(q, sizes.query_heads, 2 * head, 0, head);
     rows.push_back(loader_.all_rows(name + "k_proj.weight", kv, hidden));
     rows.push_back(loader_.all_rows(name + "v_proj.weight", kv, hidden));
-    append(rows, WeightLoader::part_of_heads(q, sizes.query_heads, 2 * head, head, head));
-    AttentionWeights weights;
+    append(rows, WeightLoader<Array>::part_of_heads(q, sizes.query_heads, 2 * head, head, head));
+    BasicAttentionWeights<Array> weights;
     weights.in_proj = loader_.matrix(rows);
     weights.q_norm = loader_.vector(name + "q_norm.weight", head);
     weights.k_norm = loader_.vector(name + "k_norm.weight", head);
@@ -111,9 +112,9 @@ class QwenLoader {
     return weights;
   }
 
-  ExpertsWeights load(const ExpertsConfig& sizes, const std::string& name) {
+  BasicExpertsWeights<Array> load(const ExpertsConfig& sizes, const std::string& name) {
     const int64_t hidden = config_.hidden_size;
-    ExpertsWeights weights;
+    BasicExpertsWeights<Array> weights;
     weights.router = loader_.matrix({loader_.all_rows(name + "gate.weight", sizes.experts, hidden)});
     weights.experts = loader_.experts(name + "experts.", sizes, hidden);
     weights.shared = loader_.feed_forward(name + "shared_expert.", sizes.activation, sizes.shared_size, hidden);
@@ -121,15 +122,23 @@ class QwenLoader {
     return weights;
   }
 
-  WeightLoader loader_;
+  WeightLoader<Array> loader_;
   const ModelConfig& config_;
   std::string prefix_;
 };
 
 }  // namespace
 
-Weights load_qwen_weights(const Checkpoint& checkpoint, const ModelConfig& config) {
-  return QwenLoader(checkpoint, config).load();
+template <template <typename> class Array>
+BasicWeights<Array> load_qwen_weights(const Checkpoint& checkpoint, const ModelConfig& config,
+                                      WeightStore<Array>& store, const LoadProgress& progress) {
+  return QwenLoader<Array>(checkpoint, config, store, progress).load();
 }
+
+template Weights load_qwen_weights(const Checkpoint&, const ModelConfig&, WeightStore<Buffer>&, const LoadProgress&);
+#ifdef REPLAYSSM_HAS_CUDA
+template CudaWeights load_qwen_weights(const Checkpoint&, const ModelConfig&, WeightStore<DeviceBuffer>&,
+                                       const LoadProgress&);
+#endif
 
 }  // namespace replayssm

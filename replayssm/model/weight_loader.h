@@ -13,6 +13,7 @@
 
 #include "replayssm/model/checkpoint.h"
 #include "replayssm/model/config.h"
+#include "replayssm/model/weight_store.h"
 #include "replayssm/model/weights.h"
 
 namespace replayssm {
@@ -25,10 +26,13 @@ struct RowRange {
 };
 
 // Every function throws Error naming the tensor, the expected and the given, if one is missing or of another shape, or
-// is neither BF16, F16 nor F32. What is returned is counted in bytes() and in the fingerprint.
+// is neither BF16, F16 nor F32. What is returned is counted in bytes() and in the fingerprint, which is of the tensors'
+// numbers and the same wherever they go. Array is Buffer or DeviceBuffer.
+template <template <typename> class Array>
 class WeightLoader {
  public:
-  explicit WeightLoader(const Checkpoint& checkpoint);
+  // The store and the checkpoint outlive it.
+  WeightLoader(const Checkpoint& checkpoint, WeightStore<Array>& store, LoadProgress progress);
 
   const Checkpoint& checkpoint() const { return checkpoint_; }
   const Tensor& tensor(const std::string& name, std::initializer_list<int64_t> shape) const;
@@ -38,18 +42,39 @@ class WeightLoader {
   static std::vector<RowRange> part_of_heads(const Tensor& tensor, int heads, int64_t head_rows, int64_t first,
                                              int64_t count);
 
-  Buffer<float> vector(const std::string& name, int64_t size) { return vector(name, {size}); }
+  Array<float> vector(const std::string& name, int64_t size) { return vector(name, {size}); }
   // A tensor of this shape, its elements in order.
-  Buffer<float> vector(const std::string& name, std::initializer_list<int64_t> shape);
+  Array<float> vector(const std::string& name, std::initializer_list<int64_t> shape);
   // The rows of all ranges, one below the other.
-  Matrix matrix(const std::vector<RowRange>& ranges);
+  BasicMatrix<Array> matrix(const std::vector<RowRange>& ranges);
+  BasicMatrix<Array> matrix(const std::string& name, int64_t outputs, int64_t inputs) {
+    return matrix({all_rows(name, outputs, inputs)});
+  }
+  // LatentAttentionWeights::key_up from a tensor of `heads` groups of head_rows rows, whose first nope_size are a
+  // head's key projection.
+  BasicMatrix<Array> key_up(const Tensor& tensor, int heads, int64_t head_rows, int nope_size, int rope_size);
   // gate_proj.weight (of SwiGLU), up_proj.weight and down_proj.weight under `name`, from and to `width` numbers.
-  FeedForwardWeights feed_forward(const std::string& name, Activation activation, int64_t size, int64_t width);
+  BasicFeedForwardWeights<Array> feed_forward(const std::string& name, Activation activation, int64_t size,
+                                              int64_t width);
   // The chosen experts under `name`, from and to `width` numbers: all in gate_up_proj or up_proj, [experts, rows,
-  // width], and down_proj, [experts, width, size]; else each as a feed-forward under its number.
-  std::vector<FeedForwardWeights> experts(const std::string& name, const ExpertsConfig& config, int64_t width);
-  // A depthwise convolution's taps, [width, channels] from [channels, 1, width].
-  Buffer<float> convolution(const std::string& name, int64_t channels, int64_t width);
+  // width], and down_proj, [experts, width, size]; else each under its number, its tensors named as given (gate is of
+  // SwiGLU alone).
+  struct ExpertNames {
+    const char* gate = "gate_proj.weight";
+    const char* up = "up_proj.weight";
+    const char* down = "down_proj.weight";
+  };
+  BasicFeedForwardWeights<Array> experts(const std::string& name, const ExpertsConfig& config, int64_t width,
+                                         const ExpertNames& names);
+  BasicFeedForwardWeights<Array> experts(const std::string& name, const ExpertsConfig& config, int64_t width) {
+    return experts(name, config, width, {});
+  }
+  // Depthwise convolutions' taps, [width, channels] from [channels, 1, width], those of several side by side.
+  struct Convolution {
+    std::string name;
+    int64_t channels;
+  };
+  Array<float> convolution(const std::vector<Convolution>& parts, int64_t width);
 
   // Throws Error if there is a tensor of layer `layers`, which a config of that many layers does not count.
   void refuse_more_layers(const std::string& name, int layers) const;
@@ -60,12 +85,19 @@ class WeightLoader {
   size_t bytes() const { return bytes_; }
 
  private:
-  Buffer<float> floats(const Tensor& from);
+  // All of a tensor, counted.
+  std::vector<float> floats(const Tensor& from);
+  Array<float> keep(const std::vector<float>& values);
+  template <typename T>
+  void write_rows(const RowRange& range, bool is_bf16, Array<T>& array, size_t at);
   void add_to_hash(std::span<const std::byte> bytes) { XXH3_64bits_update(hash_.get(), bytes.data(), bytes.size()); }
+  void count_read(size_t bytes);
 
   const Checkpoint& checkpoint_;
+  WeightStore<Array>& store_;
+  LoadProgress progress_;
   std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> hash_;
-  size_t bytes_ = 0;
+  size_t bytes_ = 0, read_bytes_ = 0;
 };
 
 }  // namespace replayssm

@@ -1,0 +1,179 @@
+// What the blocks of a model share in one step on a GPU, and the blocks: one function and one file a kind. T is the
+// type of the activations between a block's ops, Bf16 or float; the residual stream is FP32 whatever T is.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "replayssm/core/cuda_device.h"
+#include "replayssm/model/config.h"
+#include "replayssm/model/weights.h"
+#include "replayssm/ops/cuda_checks.h"
+#include "replayssm/ops/linear.h"
+#include "replayssm/ops/rows.h"
+#include "replayssm/state/cuda_pool.h"
+#include "replayssm/state/step.h"
+
+namespace replayssm {
+
+// What a step's time goes to.
+enum class StepPart {
+  kStateSpace,  // everything between a recurrent layer's projections
+  kAttention,   // the keys and values of a step, and the attention over all
+  kProducts,    // matrix products, experts' too
+  kOther,       // embedding, norms, activations, positions, routing
+};
+inline constexpr int kStepParts = 4;
+
+// Marks where a step's parts begin. What is captured with a timer into a graph tells the times of each launch.
+class StepTimer {
+ public:
+  explicit StepTimer(CudaDevice& device) : timer_(device) {}
+
+  void begin(StepPart part);
+  void end();
+  // Microseconds of each part in the run since, [kStepParts]. Waits for the stream.
+  std::vector<double> part_us();
+
+ private:
+  CudaTimer timer_;
+  std::vector<StepPart> parts_;
+};
+
+// One step of a begun plan; every pointer is of device memory and is read when the work runs, so that a captured step
+// serves any rows, cursors and tokens. A token's logits depend on its own sequence, on the step's number of rows and
+// tokens, and of the sequence, in prefill, also on where the prompt was split; never on the other rows' numbers. A
+// conventional step and a replay step with the exact readout give the same bits.
+struct CudaModelStep {
+  StepKind kind = StepKind::kReplay;
+  StateRows rows;                      // CudaStatePool::rows
+  int64_t tokens = 0;                  // N
+  int tokens_per_row = 1;              // of a prefill the most that a row has
+  Readout readout = Readout::kDirect;  // of replay steps
+  const int32_t* token = nullptr;      // [N]; outside the vocabulary: the sequence's logits are NaN from then on
+  // The tokens whose logits are wanted, or null: all N.
+  const int32_t* logit_token = nullptr;  // [logit_tokens]
+  int64_t logit_tokens = 0;
+  float* logits = nullptr;     // [logit_tokens or N, vocabulary]
+  StepTimer* timer = nullptr;  // or null
+};
+
+template <typename T>
+struct CudaForward {
+  const ModelConfig& config;
+  const CudaModelStep& step;
+  CudaStatePool& pool;
+  MatrixProducts& products;
+  CudaDevice& device;
+  float* hidden;                   // [N, hidden size] the residual stream
+  T* normal;                       // [N, hidden size] its norm, a block's input
+  float *cosine, *sine;            // [N, rotary size / 2]
+  std::span<std::byte> workspace;  // a block's own arrays, and of its ops
+
+  // [B + 1]
+  const int32_t* token_begin() const { return pool.row_arrays().token_begin; }
+
+  // That a row may have: more than a decoding step's of a prefill, whose bits do not depend on how a prompt is cut
+  // then.
+  int attention_tokens() const {
+    return step.kind == StepKind::kPrefill ? std::max(step.tokens_per_row, kMaxCudaTokens + 1) : step.tokens_per_row;
+  }
+
+  void begin(StepPart part) const {
+    if (step.timer != nullptr) step.timer->begin(part);
+  }
+};
+
+template <typename T>
+const T* data_of(const CudaMatrix& matrix) {
+  if constexpr (std::is_same_v<T, float>)
+    return matrix.f32.data();
+  else
+    return matrix.bf16.data();
+}
+
+// y = matrix x, or y += matrix x, of `rows` rows.
+template <typename T, typename Out>
+void project(const CudaForward<T>& forward, const CudaMatrix& matrix, int64_t rows, const T* x, int64_t x_stride,
+             Out* y, int64_t y_stride, bool is_added = false) {
+  forward.begin(StepPart::kProducts);
+  linear(BasicLinear<T, Out>{.tokens = rows,
+                             .inputs = matrix.inputs,
+                             .outputs = matrix.outputs,
+                             .weight = data_of<T>(matrix),
+                             .x = x,
+                             .x_stride = x_stride,
+                             .y = y,
+                             .y_stride = y_stride,
+                             .is_added = is_added},
+         forward.products);
+}
+
+// hidden += matrix x
+template <typename T>
+void add_projected(const CudaForward<T>& forward, const CudaMatrix& matrix, const T* x, int64_t x_stride) {
+  project(forward, matrix, forward.step.tokens, x, x_stride, forward.hidden, matrix.outputs, true);
+}
+
+// The stride of rows of `size` elements, every one of which starts aligned.
+inline int64_t aligned_stride(int64_t size) {
+  return (size + 7) / 8 * 8;
+}
+
+// Of rows of a feed-forward's W_up x.
+inline int64_t inner_stride(Activation activation, int64_t size) {
+  return aligned_stride(activation == Activation::kSwiGlu ? 2 * size : size);
+}
+
+// The first `size` numbers of each row of `inner` <- activation(row), a row of SwiGLU being twice as long.
+template <typename T>
+void activate(const CudaForward<T>& forward, Activation activation, int64_t rows, int64_t size, T* inner,
+              int64_t stride);
+
+// Each adds its block's output for `normal` to `hidden`. `state` is the block's layer in the pool.
+template <typename T>
+void run_delta(const CudaForward<T>& forward, const DeltaConfig& config, const BasicDeltaWeights<DeviceBuffer>& weights,
+               int state);
+template <typename T>
+void run_mamba2(const CudaForward<T>& forward, const Mamba2Config& config,
+                const BasicMamba2Weights<DeviceBuffer>& weights, int state);
+template <typename T>
+void run_attention(const CudaForward<T>& forward, const AttentionConfig& config,
+                   const BasicAttentionWeights<DeviceBuffer>& weights, int state);
+template <typename T>
+void run_latent_attention(const CudaForward<T>& forward, const LatentAttentionConfig& config,
+                          const BasicLatentAttentionWeights<DeviceBuffer>& weights, int state);
+template <typename T>
+void run_feed_forward(const CudaForward<T>& forward, const FeedForwardConfig& config,
+                      const BasicFeedForwardWeights<DeviceBuffer>& weights);
+template <typename T>
+void run_experts(const CudaForward<T>& forward, const ExpertsConfig& config,
+                 const BasicExpertsWeights<DeviceBuffer>& weights);
+
+// The most that a step may hold, by which its memory is sized.
+struct CudaStepLimits {
+  int64_t tokens = 0;  // N
+  int rows = 0;        // B
+  int64_t sequence_tokens = 0;
+  int page_tokens = 0;
+};
+
+// The bytes of workspace that each needs.
+template <typename T>
+size_t block_bytes(const DeltaConfig& config, const ModelConfig& model, const CudaStepLimits& limits);
+template <typename T>
+size_t block_bytes(const Mamba2Config& config, const ModelConfig& model, const CudaStepLimits& limits);
+template <typename T>
+size_t block_bytes(const AttentionConfig& config, const ModelConfig& model, const CudaStepLimits& limits);
+template <typename T>
+size_t block_bytes(const LatentAttentionConfig& config, const ModelConfig& model, const CudaStepLimits& limits);
+template <typename T>
+size_t block_bytes(const FeedForwardConfig& config, const ModelConfig& model, const CudaStepLimits& limits);
+template <typename T>
+size_t block_bytes(const ExpertsConfig& config, const ModelConfig& model, const CudaStepLimits& limits);
+
+}  // namespace replayssm
