@@ -32,6 +32,8 @@ struct GenerateFlags {
   std::string decoder = "replay";
   int window = 16;
   int threads = 0;
+  std::string device = "cpu";
+  std::string type = "bf16";  // of cuda
 };
 
 struct InfoFlags {

@@ -47,8 +47,9 @@ std::vector<std::string> read_prompts(const GenerateFlags& flags) {
   return prompts;
 }
 
+template <typename AnyModel>
 std::vector<GenerationRequest> requests_of(const GenerateFlags& flags, const std::vector<std::string>& prompts,
-                                           const Model& model) {
+                                           const AnyModel& model) {
   std::vector<GenerationRequest> requests;
   for (const std::string& prompt : prompts) {
     GenerationRequest request;
@@ -67,11 +68,11 @@ std::vector<GenerationRequest> requests_of(const GenerateFlags& flags, const std
 // Prints one sequence as it grows, or several, each with a heading, as they end.
 class Printer {
  public:
-  Printer(const Model& model, const Generation& generation, const std::vector<GenerationRequest>& requests,
+  Printer(const Tokenizer& tokenizer, const Generation& generation, const std::vector<GenerationRequest>& requests,
           bool is_echoing)
       : generation_(generation) {
     for (const GenerationRequest& request : requests) {
-      sequences_.emplace_back(model.tokenizer);
+      sequences_.emplace_back(tokenizer);
       if (!is_echoing) continue;
       for (const int32_t token : request.prompt) sequences_.back().text += sequences_.back().stream.push(token);
     }
@@ -139,17 +140,21 @@ void check_flags(const GenerateFlags& flags) {
   require(flags.new_tokens.value_or(0) >= 0, "--new-tokens: expected 0 or more, got {}", flags.new_tokens.value_or(0));
   require(flags.batch >= 1 && flags.batch <= kMaxBatch, "--batch: expected 1 to {}, got {}", kMaxBatch, flags.batch);
   require(flags.window >= 1, "--window: expected 1 or more, got {}", flags.window);
+  require(flags.device == "cpu" || flags.device == "cuda", "--device: expected cpu or cuda, got '{}'", flags.device);
+  require(flags.device == "cpu" || flags.threads == 0, "--threads: expected with --device cpu alone, got {}",
+          flags.threads);
+  require(flags.type == "bf16" || flags.type == "fp32", "--type: expected bf16 or fp32, got '{}'", flags.type);
+  require(flags.device == "cuda" || flags.type == "bf16", "--type: expected with --device cuda alone, got {}",
+          flags.type);
+  parse_decoder(flags.decoder);
   check_settings(flags.sampling);
 }
 
-}  // namespace
-
-int run_generate(const GenerateFlags& flags) {
-  check_flags(flags);
+// Model and device are those of one side.
+template <typename AnyModel, typename AnyDevice>
+int generate(const GenerateFlags& flags, const std::vector<std::string>& prompts, const AnyModel& model,
+             AnyDevice& device) {
   const GenerationOptions options{.decoder = parse_decoder(flags.decoder), .window = flags.window};
-  const std::vector<std::string> prompts = read_prompts(flags);
-  Device device(flags.threads);
-  const Model model = load_shown(flags.model);
   const std::vector<GenerationRequest> requests = requests_of(flags, prompts, model);
   Generation generation(model, device, requests, options);
   catch_interrupts();
@@ -158,7 +163,7 @@ int run_generate(const GenerateFlags& flags) {
     while (!is_interrupted() && generation.prefill())
       progress.update(generation.counts().prompt_tokens, generation.prompt_tokens());
   }
-  Printer printer(model, generation, requests, flags.is_echoing);
+  Printer printer(model.tokenizer, generation, requests, flags.is_echoing);
   bool is_read = printer.update();
   while (is_read && !is_interrupted() && generation.step()) is_read = printer.update();
   if (is_read && is_interrupted()) is_read = printer.finish();
@@ -168,6 +173,28 @@ int run_generate(const GenerateFlags& flags) {
     require(generation.ending(index) != Ending::kBadNumber, "sequence {}: the model's logits are not finite",
             index + 1);
   return is_interrupted() ? kInterruptedStatus : 0;
+}
+
+int generate_on_gpu([[maybe_unused]] const GenerateFlags& flags,
+                    [[maybe_unused]] const std::vector<std::string>& prompts) {
+#ifdef REPLAYSSM_HAS_CUDA
+  CudaDevice device;
+  const CudaModel model = load_shown(flags.model, flags.type == "fp32" ? Dtype::kF32 : Dtype::kBF16, device);
+  return generate(flags, prompts, model, device);
+#else
+  fail("--device: this build has no CUDA");
+#endif
+}
+
+}  // namespace
+
+int run_generate(const GenerateFlags& flags) {
+  check_flags(flags);
+  const std::vector<std::string> prompts = read_prompts(flags);
+  if (flags.device == "cuda") return generate_on_gpu(flags, prompts);
+  Device device(flags.threads);
+  const Model model = load_shown(flags.model);
+  return generate(flags, prompts, model, device);
 }
 
 }  // namespace replayssm

@@ -10,6 +10,7 @@
 
 #include "apps/command.h"
 #include "bench/attention.h"
+#include "bench/decode.h"
 #include "bench/ops.h"
 #include "bench/roof.h"
 #include "replayssm/core/version.h"
@@ -58,7 +59,10 @@ void add_generate(CLI::App& command, int& status) {
       ->capture_default_str();
   generate->add_option("--window", flags->window, "Records that replay keeps before it folds them into the state")
       ->capture_default_str();
-  generate->add_option("--threads", flags->threads, "Threads; 0: one per core")->capture_default_str();
+  generate->add_option("--threads", flags->threads, "cpu: threads; 0: one per core")->capture_default_str();
+  generate->add_option("--device", flags->device, "cpu, or cuda: a GPU")->capture_default_str();
+  generate->add_option("--type", flags->type, "cuda: type of weights and activations, bf16 or fp32")
+      ->capture_default_str();
   generate->callback([flags, &status] { status = run_generate(*flags); });
 }
 
@@ -136,6 +140,32 @@ void add_bench_attention(CLI::App& bench) {
   attention->callback([options] { bench::run_attention(*options); });
 }
 
+void add_bench_decode(CLI::App& bench) {
+  auto options = std::make_shared<bench::DecodeOptions>();
+  CLI::App* decode = bench.add_subcommand("decode", "Times decoding steps of whole models on a GPU");
+  const auto add_list = [&](const char* name, auto& values, const std::string& text) {
+    decode->add_option(name, values, text)->delimiter(',')->allow_extra_args(false)->capture_default_str();
+  };
+  decode
+      ->add_option("--config", options->config,
+                   fmt::format("The model: {} (with random weights), a model directory or a config.json",
+                               fmt::join(bench::decode_configs(), ", ")))
+      ->capture_default_str();
+  decode->add_flag("--random-weights", options->has_random_weights,
+                   "Make the weights up, on the GPU, where there is a config alone");
+  add_list("--batch", options->batches, "Batch sizes, with commas between");
+  decode->add_option("--context", options->context, "Tokens of each prompt")->capture_default_str();
+  decode->add_option("--steps", options->steps, "Steps to time")->capture_default_str();
+  decode->add_option("--window", options->window, "Records that replay keeps before it folds them")
+      ->capture_default_str();
+  add_list("--decode", options->decoders, "Which of conventional, replay, exact, with commas between");
+  decode->add_option("--read", options->read, "fp32, or bf16: replay reads half of each word")->capture_default_str();
+  decode->add_option("--layers", options->layers, "Above 0: the model's first layers alone")->capture_default_str();
+  decode->add_flag("--lockstep", options->is_lockstep, "Let rows that start together flush together");
+  decode->add_option("--csv", options->csv, "File to append the figures to");
+  decode->callback([options] { bench::run_decode(*options); });
+}
+
 void add_bench_roof(CLI::App& bench) {
   auto options = std::make_shared<bench::RoofOptions>();
   CLI::App* roof = bench.add_subcommand("roof", "Measures how fast memory is read and updated");
@@ -149,6 +179,7 @@ void add_bench(CLI::App& command) {
   bench->require_subcommand(1);
   add_bench_ops(*bench);
   add_bench_attention(*bench);
+  add_bench_decode(*bench);
   add_bench_roof(*bench);
 }
 

@@ -101,6 +101,22 @@ expect_error "csv: its rows are of bf16 inputs and outputs, got fp16 and fp32" "
 expect_error "layer: the layer step decodes replay and exact, got conventional" "${on_gpu[@]}" --layer --decode exact,conventional
 expect_error "layer: the layer step's outputs are of its inputs' type, fp16, got fp32" "${on_gpu[@]}" --layer --type fp16 --out fp32
 expect_error "layer: the layer step decodes, got --prefill" "${on_gpu[@]}" --layer --prefill 64
+decode=(bench decode --steps 8)
+expect_error "batch: expected 1 to 4096, got 0" "${decode[@]}" --batch 8,0
+expect_error "decode.*conventional, replay or exact.*'fast'" "${decode[@]}" --decode fast
+expect_error "read: expected fp32 or bf16, got 'fp8'" "${decode[@]}" --read fp8
+expect_error "window: expected 1 to 63, got 64" "${decode[@]}" --window 64
+expect_error "context: expected 1 to [0-9]+, got 0" "${decode[@]}" --context 0
+expect_error "config: expected kimi-linear, .*a model directory or a config.json, got 'mystery'" "${decode[@]}" --config mystery
+expect_error "config: $model/config.json has no weights; --random-weights" "${decode[@]}" --config "$model/config.json"
+expect_error "layers: expected at most 32, the model's, got 33" "${decode[@]}" --layers 33
+expect_error "layers: a checkpoint cannot be cut" "${decode[@]}" --config "$model" --layers 2
+[ -e /dev/nvidiactl ] || expect_error "(this build has no CUDA|no GPU was found|the GPU's driver)" "${decode[@]}"
+expect_error "device: expected cpu or cuda, got 'gpu'" generate "$model" -p x --device gpu
+expect_error "type: expected bf16 or fp32, got 'fp8'" generate "$model" -p x --device cuda --type fp8
+expect_error "type: expected with --device cuda alone, got fp32" generate "$model" -p x --type fp32
+expect_error "threads: expected with --device cpu alone, got 2" generate "$model" -p x --device cuda --threads 2
+[ -e /dev/nvidiactl ] || expect_error "(this build has no CUDA|no GPU was found|the GPU's driver)" generate "$model" -p x --device cuda
 expect_error "longest step.*4.*5" info "$model" --window 4 --step-tokens 5
 
 # Prompts.
