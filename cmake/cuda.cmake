@@ -16,6 +16,10 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know nvcc's 
 endif()
 set(CMAKE_CUDA_STANDARD 20)
 find_package(CUDAToolkit REQUIRED)
+if(NOT TARGET CUDA::cublasLt)
+  message(FATAL_ERROR "REPLAYSSM_CUDA: the CUDA toolkit of ${REPLAYSSM_NVCC} has no cuBLASLt (package libcublas-dev-*); "
+                      "install it or set REPLAYSSM_CUDA=OFF")
+endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # a target's own: projects that link the library need it and may know no CUDA
 # Contraction is off for the same reason as on the CPU: fused products are written out. ({fmt} 9 takes nvcc for a compiler without
 # constexpr, which its checks of formats need.)
