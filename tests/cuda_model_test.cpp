@@ -23,7 +23,6 @@ namespace {
 using namespace replayssm::test;
 using test::Decoder;
 
-constexpr int kPrompt = 70;
 class CudaModelTest : public CudaTest {
  protected:
   void SetUp() override {
@@ -55,37 +54,8 @@ TEST_F(CudaModelTest, PrefillHasTheLogitsOfTransformers) {
     const ExpectedLogits expected(name);
     const Loaded model = load(fixture_directory(name), Dtype::kF32);
     CudaModelRig<float> rig(model.config, model.weights, device(), {.max_tokens = 200});
-    const std::vector<float> logits = rig.prefill(rig.pool.allocate(200), expected.token);
-    EXPECT_LE(relative_error(logits, expected.logits), kModelBound) << name;
-    for (size_t n = 0; n < expected.token.size(); ++n)
-      EXPECT_LE(relative_error(std::span(logits).subspan(n * expected.vocabulary, expected.vocabulary),
-                               expected.rows(n, n + 1)),
-                kModelBound)
-          << name << " token " << n;
+    expect_prefill(rig, expected, name);
   }
-}
-
-struct DecodeCase {
-  Decoder decoder;
-  int tokens, window;
-};
-const DecodeCase kDecodeCases[] = {{Decoder::kConventional, 1, 8}, {Decoder::kDirect, 1, 16}, {Decoder::kDirect, 1, 5},
-                                   {Decoder::kDirect, 4, 8},       {Decoder::kExact, 1, 6},   {Decoder::kExact, 2, 5}};
-
-// The logits of positions kPrompt .. end, decoded after a prefill.
-template <typename T>
-std::vector<float> decode_text(CudaModelRig<T>& rig, const ExpectedLogits& text, const DecodeCase& c,
-                               bool is_captured = false) {
-  const Handle row = rig.pool.allocate(200);
-  rig.prefill(row, std::span(text.token).first(kPrompt));
-  std::vector<float> logits;
-  for (size_t n = kPrompt; n < text.token.size(); n += c.tokens) {
-    const auto some =
-        rig.decode(c.decoder, {row}, {text.token.begin() + n, text.token.begin() + n + c.tokens}, {}, is_captured);
-    logits.insert(logits.end(), some.begin(), some.end());
-  }
-  rig.pool.free(row);
-  return logits;
 }
 
 TEST_F(CudaModelTest, DecodingHasTheLogitsOfTransformers) {

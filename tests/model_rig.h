@@ -1,6 +1,8 @@
 // The tiny models of tests/fixtures/models, ready to run, and scripts that drive them.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -12,6 +14,7 @@
 #include "replayssm/model/language_model.h"
 #include "replayssm/model/model.h"
 #include "tests/arrays.h"
+#include "tests/tolerance.h"
 
 namespace replayssm::test {
 
@@ -127,5 +130,40 @@ class ModelRig {
   LanguageModel model;
   int flushes = 0;
 };
+
+// The logits of a whole text, read in one prefill, are those expected, token by token.
+template <typename Rig>
+void expect_prefill(Rig& rig, const ExpectedLogits& text, const char* name) {
+  const std::vector<float> logits = rig.prefill(rig.pool.allocate(200), text.token);
+  EXPECT_LE(relative_error(logits, text.logits), kModelBound) << name;
+  for (size_t n = 0; n < text.token.size(); ++n)
+    EXPECT_LE(relative_error(std::span(logits).subspan(n * text.vocabulary, text.vocabulary), text.rows(n, n + 1)),
+              kModelBound)
+        << name << " token " << n;
+}
+
+struct DecodeCase {
+  Decoder decoder;
+  int tokens, window;
+};
+inline constexpr DecodeCase kDecodeCases[] = {{Decoder::kConventional, 1, 8}, {Decoder::kDirect, 1, 16},
+                                              {Decoder::kDirect, 1, 5},       {Decoder::kDirect, 4, 8},
+                                              {Decoder::kExact, 1, 6},        {Decoder::kExact, 2, 5}};
+inline constexpr int kPrompt = 70;
+
+// The logits of positions kPrompt .. end, decoded after a prefill. `how` is what a rig's decode takes beside.
+template <typename Rig, typename... How>
+std::vector<float> decode_text(Rig& rig, const ExpectedLogits& text, const DecodeCase& c, How... how) {
+  const Handle row = rig.pool.allocate(200);
+  rig.prefill(row, std::span(text.token).first(kPrompt));
+  std::vector<float> logits;
+  for (size_t n = kPrompt; n < text.token.size(); n += c.tokens) {
+    const auto some =
+        rig.decode(c.decoder, {row}, {text.token.begin() + n, text.token.begin() + n + c.tokens}, {}, how...);
+    logits.insert(logits.end(), some.begin(), some.end());
+  }
+  rig.pool.free(row);
+  return logits;
+}
 
 }  // namespace replayssm::test
