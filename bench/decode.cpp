@@ -112,7 +112,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kPageTokens = 64;
 constexpr int64_t kPrefillTokens = 8192;
 constexpr uint64_t kSeed = 1;
 // What cuBLASLt, graphs and the driver take beside what is counted here.
@@ -127,7 +126,6 @@ struct ModelSizes {
   double dense = 0;           // parameters, the head too
   double experts = 0;         // of all experts
   double chosen_experts = 0;  // that one token meets
-  std::vector<ExpertsConfig> mixtures;
 };
 
 // Counts the matrices of a model by making none of them.
@@ -162,21 +160,16 @@ ModelSizes sizes_of(const ModelConfig& config) {
           hidden * experts.experts + matrices * hidden * experts.shared_size + 2.0 * hidden * experts.latent_size;
       sizes.experts += matrices * width * experts.size * experts.experts;
       sizes.chosen_experts += matrices * width * experts.size * experts.top_k;
-      sizes.mixtures.push_back(experts);
     }
   }
   return sizes;
 }
 
-double embedding_bytes(const ModelConfig& config) {
-  return 2.0 * static_cast<double>(config.vocabulary) * config.hidden_size;
-}
-
 // The bytes of experts' weights that `tokens` random choices meet.
-double met_expert_bytes(const ModelSizes& sizes, int tokens) {
-  if (sizes.mixtures.empty()) return 0;
-  const ExpertsConfig& one = sizes.mixtures.front();
-  const double missed = std::pow(1.0 - static_cast<double>(one.top_k) / one.experts, tokens);
+double met_expert_bytes(const ModelConfig& config, const ModelSizes& sizes, int tokens) {
+  const auto* experts = config.first<ExpertsConfig>();
+  if (experts == nullptr) return 0;
+  const double missed = std::pow(1.0 - static_cast<double>(experts->top_k) / experts->experts, tokens);
   return 2.0 * sizes.experts * (1.0 - missed);
 }
 
@@ -216,8 +209,9 @@ struct StepFigures {
   double us_median = 0, us_p95 = 0, wall_us = 0, capture_s = 0;
   std::vector<double> part_us;  // kStepParts
   double bytes = 0, floor_us = 0;
-  double flushes = 0;    // a step
   bool replays = false;  // else the steps were conventional
+
+  double us_of(StepPart part) const { return part_us[static_cast<int>(part)]; }
 };
 
 // One batch of sequences, prefilled once; every decoder continues forks of them.
@@ -247,7 +241,7 @@ class DecodeRig {
     return options.context + options.steps + warm_ups(options);
   }
   static StateLayout layout_of(const ModelConfig& config, const DecodeOptions& options) {
-    StateLayout layout = state_layout(config, {}, options.window, 1, kPageTokens);
+    StateLayout layout = state_layout(config, {}, options.window, 1, kCudaPageTokens);
     if (options.read == "bf16") layout.form = CheckpointForm::kPlanes;
     return layout;
   }
@@ -267,18 +261,17 @@ class DecodeRig {
     return {.tokens = std::max<int64_t>(kPrefillTokens, batch),
             .rows = batch,
             .sequence_tokens = sequence_tokens(options),
-            .page_tokens = kPageTokens};
+            .page_tokens = kCudaPageTokens};
   }
   static int warm_ups(const DecodeOptions& options) { return 2 * options.window; }
 
   double prefill_seconds() const { return prefill_seconds_; }
-  StepFigures time(Decoder decoder, const Roofs& roofs, double weight_bytes);
+  StepFigures time(Decoder decoder, const Roofs& roofs);
 
  private:
   void prefill();
   void run_step(StepKind kind, Readout readout, StepTimer* timer);
-  void count_step(const StepPlan& plan, Readout readout, StepFigures& figures, const Roofs& roofs,
-                  double weight_bytes) const;
+  void count_step(const StepPlan& plan, Readout readout, StepFigures& figures, const Roofs& roofs) const;
 
   const ModelConfig& config_;
   const DecodeOptions& options_;
@@ -333,23 +326,21 @@ void DecodeRig::run_step(StepKind kind, Readout readout, StepTimer* timer) {
 
 // The bytes of a step, each once: weights (of experts those that as many random choices meet), state, keys and values,
 // logits written and read; and the time that they and the products take at the measured roofs.
-void DecodeRig::count_step(const StepPlan& plan, Readout readout, StepFigures& figures, const Roofs& roofs,
-                           double weight_bytes) const {
+void DecodeRig::count_step(const StepPlan& plan, Readout readout, StepFigures& figures, const Roofs& roofs) const {
   const StateTraffic traffic = step_traffic(pool_.layout(), plan, readout, pool_.storage());
   const double state = static_cast<double>(traffic.read_bytes + traffic.written_bytes);
   double positions = 0;
   for (int n = 0; n < plan.tokens; ++n) positions += static_cast<double>(plan.position[n]) + 1;
   const double kv = positions * static_cast<double>(kv_token_bytes(pool_.layout(), pool_.storage()));
   const double logits = 2.0 * sizeof(float) * batch_ * static_cast<double>(config_.vocabulary);
-  const double weights = weight_bytes + met_expert_bytes(sizes_, batch_);
+  const double weights = 2.0 * sizes_.dense + met_expert_bytes(config_, sizes_, batch_);
   const double operations = 2.0 * batch_ * (sizes_.dense + sizes_.chosen_experts);
   figures.bytes += state + kv + logits + weights;
   figures.floor_us +=
       1e6 * ((state + kv + logits) / roofs.read + std::max(weights / roofs.read, operations / roofs.products));
-  figures.flushes += plan.flushes;
 }
 
-StepFigures DecodeRig::time(Decoder decoder, const Roofs& roofs, double weight_bytes) {
+StepFigures DecodeRig::time(Decoder decoder, const Roofs& roofs) {
   const bool is_replay = decoder != Decoder::kConventional && batch_ >= kLeastReplayRows;
   const StepKind kind = is_replay ? StepKind::kReplay : StepKind::kConventional;
   const Readout readout = decoder == Decoder::kExact ? Readout::kExact : Readout::kDirect;
@@ -383,7 +374,7 @@ StepFigures DecodeRig::time(Decoder decoder, const Roofs& roofs, double weight_b
     (is_split ? timed_graph : graph).launch();
     if (step >= warm) {
       timer.mark();
-      count_step(plan, readout, figures, roofs, weight_bytes);
+      count_step(plan, readout, figures, roofs);
     }
     pool_.commit();
     if (is_split) {
@@ -399,7 +390,6 @@ StepFigures DecodeRig::time(Decoder decoder, const Roofs& roofs, double weight_b
   figures.us_p95 = us[us.size() * 95 / 100];
   figures.bytes /= timed;
   figures.floor_us /= timed;
-  figures.flushes /= timed;
   figures.part_us = part_sums;
 
   const std::vector<int32_t> last = token_.download(device_);
@@ -430,9 +420,8 @@ void check_memory(const NamedConfig& named, const DecodeOptions& options, size_t
   int fits = 0;
   for (int rows = 1; rows < batch && needed(rows) <= free; ++rows) fits = rows;
   fail(
-      "bench decode: {} at batch {} needs {} bytes of GPU memory ({} for weights, {} for the states, keys and values "
-      "of "
-      "sequences and their forks, {} for a step's arrays, {} kept free), {} are free, {}",
+      "bench decode: {} at batch {} needs {} bytes of GPU memory ({} for weights, {} for the states, keys "
+      "and values of sequences and their forks, {} for a step's arrays, {} kept free), {} are free, {}",
       named.name, batch, needed(batch), weight_bytes, rig_bytes(named.config, options, batch),
       workspace_bytes(named.config, options, batch), kReservedBytes, free,
       fits > 0 ? fmt::format("which a batch of {} fits into", fits) : "which not even a batch of 1 fits into");
@@ -449,10 +438,8 @@ void append_figures(const DecodeOptions& options, const NamedConfig& named, cons
                   device.properties().name, named.name, cuda_device_label(device), batch, options.context,
                   figures.replays ? options.window : 0, figures.replays && decoder == "replay" ? options.read : "fp32",
                   decoder, figures.us_median, figures.us_p95, figures.wall_us, 1e6 * batch / figures.us_median,
-                  figures.part_us[static_cast<int>(StepPart::kStateSpace)],
-                  figures.part_us[static_cast<int>(StepPart::kAttention)],
-                  figures.part_us[static_cast<int>(StepPart::kProducts)],
-                  figures.part_us[static_cast<int>(StepPart::kOther)], figures.bytes, peak_bytes,
+                  figures.us_of(StepPart::kStateSpace), figures.us_of(StepPart::kAttention),
+                  figures.us_of(StepPart::kProducts), figures.us_of(StepPart::kOther), figures.bytes, peak_bytes,
                   figures.floor_us / figures.us_median));
 }
 
@@ -468,7 +455,8 @@ void run_decode(const DecodeOptions& options) {
   CudaDevice device;
   const size_t free = device.available_bytes();
   const ModelSizes sizes = sizes_of(config);
-  const double table_bytes = config.has_tied_embeddings ? 0 : embedding_bytes(config);
+  const double table_bytes =
+      config.has_tied_embeddings ? 0 : 2.0 * static_cast<double>(config.vocabulary) * config.hidden_size;
   check_memory(named, options, static_cast<size_t>(2.0 * (sizes.dense + sizes.experts) + table_bytes), free);
 
   const Roofs roofs = {measure_roofs(device).read, measure_product_rate(device)};
@@ -491,15 +479,14 @@ void run_decode(const DecodeOptions& options) {
     DecodeRig rig(named, weights, options, batch, device);
     const size_t peak_bytes = free - device.available_bytes();
     for (const std::string& name : options.decoders) {
-      const StepFigures figures = rig.time(parse_decoder(name), roofs, 2.0 * sizes.dense);
-      const std::vector<double>& part = figures.part_us;
+      const StepFigures figures = rig.time(parse_decoder(name), roofs);
       fmt::print(
           "{:6} {:<13} {:10.1f} {:10.1f} {:10.1f} {:10.0f} {:9.1f} {:10.1f} {:10.1f} {:9.1f} {:7.2f} {:6.0f}% "
           "{:7.2f}s\n",
           batch, name, figures.us_median, figures.us_p95, figures.wall_us, 1e6 * batch / figures.us_median,
-          part[static_cast<int>(StepPart::kStateSpace)], part[static_cast<int>(StepPart::kAttention)],
-          part[static_cast<int>(StepPart::kProducts)], part[static_cast<int>(StepPart::kOther)], figures.bytes * 1e-9,
-          100 * figures.floor_us / figures.us_median, figures.capture_s);
+          figures.us_of(StepPart::kStateSpace), figures.us_of(StepPart::kAttention), figures.us_of(StepPart::kProducts),
+          figures.us_of(StepPart::kOther), figures.bytes * 1e-9, 100 * figures.floor_us / figures.us_median,
+          figures.capture_s);
       std::fflush(stdout);
       if (!options.csv.empty()) append_figures(options, named, device, batch, name, figures, peak_bytes);
     }

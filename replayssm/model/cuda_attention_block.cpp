@@ -41,7 +41,7 @@ size_t block_bytes(const AttentionConfig& config, const ModelConfig&, const Cuda
   // Decoding steps alone split rows: of at most kMaxCudaTokens tokens each, as many as a step holds.
   BasicAttention<T> args;
   args.cache = {.kv_heads = config.kv_heads, .head_size = config.head_size, .page_tokens = limits.page_tokens};
-  args.pages.table_stride = static_cast<int>((limits.sequence_tokens + limits.page_tokens - 1) / limits.page_tokens);
+  args.pages.table_stride = static_cast<int>(limits.sequence_pages());
   args.rows.count = static_cast<int>(std::min(limits.tokens, int64_t{limits.rows} * kMaxCudaTokens));
   args.query_heads = config.query_heads;
   args.max_tokens_per_row = 1;

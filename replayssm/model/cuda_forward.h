@@ -77,8 +77,8 @@ struct CudaForward {
   // [B + 1]
   const int32_t* token_begin() const { return pool.row_arrays().token_begin; }
 
-  // That a row may have: more than a decoding step's of a prefill, whose bits do not depend on how a prompt is cut
-  // then.
+  // That a row may have: of a prefill more than a decoding step's, so that no prompt's attention is split over its
+  // context, however short its last piece is.
   int attention_tokens() const {
     return step.kind == StepKind::kPrefill ? std::max(step.tokens_per_row, kMaxCudaTokens + 1) : step.tokens_per_row;
   }
@@ -160,6 +160,8 @@ struct CudaStepLimits {
   int rows = 0;        // B
   int64_t sequence_tokens = 0;
   int page_tokens = 0;
+
+  int64_t sequence_pages() const { return (sequence_tokens + page_tokens - 1) / page_tokens; }
 };
 
 // The bytes of workspace that each needs.

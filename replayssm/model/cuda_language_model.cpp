@@ -54,7 +54,7 @@ int64_t whole_pages(const CudaStepLimits& limits) {
   require(limits.page_tokens >= 1 && limits.sequence_tokens >= 0,
           "model: expected pages of at least 1 token and sequences of at least 0, got {} and {}", limits.page_tokens,
           limits.sequence_tokens);
-  return (limits.sequence_tokens + limits.page_tokens - 1) / limits.page_tokens * limits.page_tokens;
+  return limits.sequence_pages() * limits.page_tokens;
 }
 
 template <typename T>

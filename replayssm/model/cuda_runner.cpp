@@ -9,8 +9,6 @@
 namespace replayssm {
 namespace {
 
-constexpr int kPageTokens = 64;
-
 // Everything that the sampler reads of a row but its history, and what aligns the arrays.
 size_t argument_bytes(int rows) {
   constexpr size_t kRowBytes = sizeof(SampleSettings) + sizeof(uint64_t) + 2 * sizeof(int64_t);
@@ -21,7 +19,7 @@ size_t argument_bytes(int rows) {
 template <typename T>
 CudaStatePool make_pool(const ModelConfig& config, const CudaWeights& weights, CudaDevice& device, int window, int rows,
                         int64_t sequence_tokens) {
-  const StateLayout layout = state_layout(config, weights.fingerprint, window, 1, kPageTokens);
+  const StateLayout layout = state_layout(config, weights.fingerprint, window, 1, kCudaPageTokens);
   return CudaStatePool(layout, pool_size(layout, rows, sequence_tokens), device,
                        {.max_rows = graph_rows(rows),
                         .element = std::is_same_v<T, float> ? Dtype::kF32 : Dtype::kBF16,
@@ -46,7 +44,7 @@ CudaRunner<T>::CudaRunner(const ModelConfig& config, const CudaWeights& weights,
              {.tokens = std::max(max_tokens, graph_rows(rows)),
               .rows = graph_rows(rows),
               .sequence_tokens = sequence_tokens,
-              .page_tokens = kPageTokens},
+              .page_tokens = kCudaPageTokens},
              device),
       logits_(static_cast<size_t>(graph_rows(rows)) * config.vocabulary, device),
       token_(graph_rows(rows), device),

@@ -17,6 +17,9 @@ namespace replayssm {
 // and of two 6.3 to 8.4 for 7.4 to 8.6 (an H200, Gated DeltaNet and Mamba-2 of several shapes; docs/kernels.md).
 inline constexpr int kLeastReplayRows = 3;
 
+// Positions of a page of keys and values.
+inline constexpr int kCudaPageTokens = 64;
+
 // The rows of the graph that serves steps of `rows` rows: of two neighbouring sizes one is at most half as large again,
 // so that a batch which loses its sequences one by one needs few.
 int graph_rows(int rows);

@@ -58,7 +58,7 @@ __global__ __launch_bounds__(kSectionThreads, 10) void sample_sections_kernel(co
   read_section(source, section, logits);
   set_settings(args, row, settings, source);
   const int behind = places_behind(source, section);
-  const bool is_bad = __any_sync(kWholeWarp, count_bad(logits) > behind);
+  const bool is_bad = __any_sync(kAllLanes, count_bad(logits) > behind);
   penalise_section(source, section, logits);
 
   // The first token stands for the lane even where the penalty made all minus infinity.
@@ -71,16 +71,16 @@ __global__ __launch_bounds__(kSectionThreads, 10) void sample_sections_kernel(co
       place = i;
     }
   }
-  const uint32_t order = __reduce_max_sync(kWholeWarp, order_of(best));
+  const uint32_t order = __reduce_max_sync(kAllLanes, order_of(best));
   const bool has_best = order_of(best) == order && behind < kLaneTokens;
-  const int token = __reduce_min_sync(kWholeWarp, has_best ? section_token(section, place) : INT32_MAX);
+  const int token = __reduce_min_sync(kAllLanes, has_best ? section_token(section, place) : INT32_MAX);
   best = logit_of(order);
 
   double sum = 0.0;
   if (settings.temperature != 0.0f) {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) logits[i] = logits[i] / settings.temperature;
-    if (__any_sync(kWholeWarp, count_bad(logits) > behind)) {
+    if (__any_sync(kAllLanes, count_bad(logits) > behind)) {
       sum = INFINITY;
     } else if (needs_total(settings, source.vocabulary)) {
       const float largest = best / settings.temperature;

@@ -5,14 +5,13 @@
 #include <cstdint>
 
 #include "replayssm/ops/sample.h"
+#include "replayssm/ops/scan.cuh"
 
 namespace replayssm {
 
 inline constexpr int kSectionTokens = 512;
 inline constexpr int kSectionMarks = kSectionTokens / 32;  // words
-inline constexpr int kLaneTokens = kSectionTokens / 32;    // of a section
-inline constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
-
+inline constexpr int kLaneTokens = kSectionTokens / 32;
 // What a section comes to.
 struct alignas(16) SectionSum {
   float largest;  // of the logits after step 1

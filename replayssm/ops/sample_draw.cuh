@@ -50,15 +50,15 @@ struct Draw {
 // The sum over the lanes, the same bits in each. Every lane takes part.
 __device__ inline double sum_warp(double value) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) value = value + __shfl_xor_sync(kWholeWarp, value, step);
+  for (int step = 16; step > 0; step /= 2) value = value + __shfl_xor_sync(kAllLanes, value, step);
   return value;
 }
 
 __device__ inline uint32_t max_of_block(uint32_t value, DrawMemory& memory) {
-  value = __reduce_max_sync(kWholeWarp, value);
+  value = __reduce_max_sync(kAllLanes, value);
   if (threadIdx.x % 32 == 0) memory.words[threadIdx.x / 32] = value;
   __syncthreads();
-  value = __reduce_max_sync(kWholeWarp, memory.words[threadIdx.x % kDrawWarps]);
+  value = __reduce_max_sync(kAllLanes, memory.words[threadIdx.x % kDrawWarps]);
   __syncthreads();
   return value;
 }
@@ -79,7 +79,7 @@ __device__ inline void scan_warp(double value, double& lower, double& all) {
 #pragma unroll 4
   for (int lane = 0; lane < 32; ++lane) {
     if (lane == threadIdx.x % 32) lower = all;
-    all = all + __shfl_sync(kWholeWarp, value, lane);
+    all = all + __shfl_sync(kAllLanes, value, lane);
   }
 }
 
@@ -142,8 +142,8 @@ __device__ inline uint32_t draw_in_section(const Draw& draw, int section, double
     if (drawn == UINT32_MAX && before + (lower + part) > target) drawn = first + i;
     if (weights[i] > 0.0) last = first + i;
   }
-  drawn = __reduce_min_sync(kWholeWarp, drawn);
-  last = __reduce_max_sync(kWholeWarp, last);
+  drawn = __reduce_min_sync(kAllLanes, drawn);
+  last = __reduce_max_sync(kAllLanes, last);
   return drawn == UINT32_MAX ? last : drawn;
 }
 
@@ -176,7 +176,7 @@ __device__ inline void for_sections(const Draw& draw, const IsWanted& is_wanted,
   for (int begin = warp; begin < draw.sections; begin += kDrawThreads) {
     const int own = begin + lane * kDrawWarps;
     const bool wanted = own < draw.sections && is_wanted(draw.sums[own].largest / draw.row.temperature);
-    for (uint32_t left = __ballot_sync(kWholeWarp, wanted); left != 0; left &= left - 1) {
+    for (uint32_t left = __ballot_sync(kAllLanes, wanted); left != 0; left &= left - 1) {
       const int section = begin + (__ffs(static_cast<int>(left)) - 1) * kDrawWarps;
       float logits[kLaneTokens];
       read_scaled_section(draw.row, section, logits);
@@ -235,14 +235,14 @@ __device__ inline uint32_t gather(const Draw& draw, double depth, DrawMemory& me
         for (int i = 0; i < kLaneTokens; ++i)
           if (section_token(section, i) < draw.row.vocabulary && depth_of(logits[i], draw.largest) <= depth)
             kept |= 1u << i;
-        const uint32_t count = __reduce_add_sync(kWholeWarp, static_cast<uint32_t>(__popc(kept)));
+        const uint32_t count = __reduce_add_sync(kAllLanes, static_cast<uint32_t>(__popc(kept)));
         if (count == 0) return;
         uint32_t place = 0;
         if (threadIdx.x % 32 == 0) place = atomicAdd(&memory.count, count);
-        place = __shfl_sync(kWholeWarp, place, 0);
+        place = __shfl_sync(kAllLanes, place, 0);
 #pragma unroll
         for (int i = 0; i < kLaneTokens; ++i) {
-          const uint32_t lanes = __ballot_sync(kWholeWarp, (kept >> i & 1u) != 0);
+          const uint32_t lanes = __ballot_sync(kAllLanes, (kept >> i & 1u) != 0);
           const uint32_t own = place + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
           if ((kept >> i & 1u) != 0 && own < kListTokens)
             memory.list[own] = entry_of(logits[i], static_cast<uint32_t>(section_token(section, i)));
