@@ -53,6 +53,42 @@ TEST_F(CudaNorm, ExtremeGatesAndBadNumbersStayHome) {
   extreme_gates_and_bad_numbers_stay_home<CudaPath<float>>();
 }
 
+// The norm of x and its parts has the bits of the norm of their sum, which is kept.
+TEST_F(CudaNorm, PartsAreAddedFirst) {
+  CudaPath<float> path;
+  for (const int64_t size : {int64_t{64}, int64_t{2560}, int64_t{17}}) {
+    const int64_t tokens = 5, stride = size + 8;
+    std::mt19937_64 random(static_cast<uint64_t>(size));
+    const std::vector<float> x = random_normal(random, tokens * stride),
+                             parts = random_normal(random, 2 * tokens * size);
+    std::vector<float> sum = x;
+    for (int64_t part = 0; part < 2; ++part)
+      for (int64_t n = 0; n < tokens; ++n)
+        for (int64_t i = 0; i < size; ++i) sum[n * stride + i] += parts[(part * tokens + n) * size + i];
+    const auto weight = path.elements<float>(random_normal(random, size));
+    const auto run = [&](DeviceBuffer<float>& from, const float* of_parts, int count) {
+      auto y = path.elements<Bf16>(poisoned(tokens * size));
+      rms_norm(BasicRmsNorm<float, Bf16>{.tokens = tokens,
+                                         .size = size,
+                                         .x = from.data(),
+                                         .x_stride = stride,
+                                         .weight = weight.data(),
+                                         .y = y.data(),
+                                         .y_stride = size,
+                                         .parts = of_parts,
+                                         .part_count = count,
+                                         .sums = from.data()},
+               path.device);
+      return path.read<Bf16>(y);
+    };
+    auto whole = path.elements<float>(sum), cut = path.elements<float>(x);
+    const auto in_parts = path.elements<float>(parts);
+    const auto expected = run(whole, nullptr, 0);
+    EXPECT_EQ(run(cut, in_parts.data(), 2), expected) << size;
+    EXPECT_EQ(path.read<float>(cut), sum) << size;
+  }
+}
+
 TEST_F(CudaNorm, RefusesWrongArguments) {
   norms_refuse_wrong_arguments<CudaPath<float>>();
   CudaPath<Bf16> path;
@@ -72,6 +108,9 @@ TEST_F(CudaNorm, RefusesWrongArguments) {
   bad = good;
   bad.size = 8193;
   expect_refusal([&] { rms_norm(bad, path.device); }, "size of 1 to 8192", "got 8193");
+  bad = good;
+  bad.part_count = 1;
+  expect_refusal([&] { rms_norm(bad, path.device); }, "parts of FP32 vectors");
   bad = good;
   bad.tokens = int64_t{1} << 31;
   expect_refusal([&] { rms_norm(bad, path.device); }, "fewer than 2^31 vectors");

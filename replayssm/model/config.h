@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "replayssm/ops/activation.h"
 #include "replayssm/ops/delta.h"
 #include "replayssm/ops/experts.h"
 #include "replayssm/ops/mamba2.h"
@@ -68,11 +69,7 @@ struct LatentAttentionConfig {
   int key_size() const { return latent_size + rope_size; }  // what a token keeps
 };
 
-enum class Activation {
-  kSwiGlu,  // W_down (silu(W_gate x) * W_up x)
-  kRelu2,   // W_down relu(W_up x)^2
-};
-
+// W_down (silu(W_gate x) * W_up x), or W_down relu(W_up x)^2.
 struct FeedForwardConfig {
   int size = 0;
   Activation activation = Activation::kSwiGlu;

@@ -38,15 +38,9 @@ struct AttentionArrays {
 
 template <typename T>
 size_t block_bytes(const AttentionConfig& config, const ModelConfig&, const CudaStepLimits& limits) {
-  // Decoding steps alone split rows: of at most kMaxCudaTokens tokens each, as many as a step holds.
-  BasicAttention<T> args;
-  args.cache = {.kv_heads = config.kv_heads, .head_size = config.head_size, .page_tokens = limits.page_tokens};
-  args.pages.table_stride = static_cast<int>(limits.sequence_pages());
-  args.rows.count = static_cast<int>(std::min(limits.tokens, int64_t{limits.rows} * kMaxCudaTokens));
-  args.query_heads = config.query_heads;
-  args.max_tokens_per_row = 1;
-  const size_t attention_bytes = attention_workspace_bytes(args);
-  return AttentionArrays<T>(config, limits.tokens, attention_bytes, nullptr).bytes;
+  const size_t of_attention =
+      attention_bytes<T>({.kv_heads = config.kv_heads, .head_size = config.head_size}, config.query_heads, limits);
+  return AttentionArrays<T>(config, limits.tokens, of_attention, nullptr).bytes;
 }
 
 template <typename T>
@@ -62,8 +56,7 @@ void run_attention(const CudaForward<T>& forward, const AttentionConfig& config,
                             .tokens = step.tokens,
                             .max_tokens_per_row = forward.attention_tokens()};
   const AttentionArrays<T> arrays(config, step.tokens, attention_workspace_bytes(args), forward.workspace.data());
-  project(forward, weights.in_proj, step.tokens, forward.normal, forward.config.hidden_size, arrays.projection,
-          arrays.stride);
+  project_normal(forward, weights.in_proj, arrays.projection, arrays.stride);
   forward.begin(StepPart::kOther);
   if (config.has_head_norms || config.rotary_size > 0)
     place_heads(PlaceHeads<T>{.tokens = step.tokens,

@@ -166,8 +166,7 @@ template <typename T>
 void run_delta(const CudaForward<T>& forward, const DeltaConfig& config, const BasicDeltaWeights<DeviceBuffer>& weights,
                int state) {
   const DeltaArrays<T> arrays(config, forward.step.tokens, forward.workspace.data());
-  project(forward, weights.in_proj, forward.step.tokens, forward.normal, forward.config.hidden_size, arrays.projection,
-          arrays.stride);
+  project_normal(forward, weights.in_proj, arrays.projection, arrays.stride);
   const DeltaGateInputs<T> inputs = gate_inputs(forward, config, weights, arrays);
   forward.begin(StepPart::kStateSpace);
   if (forward.step.kind == StepKind::kPrefill)

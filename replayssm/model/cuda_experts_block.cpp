@@ -119,8 +119,10 @@ template <typename T>
 void add_shared(const CudaForward<T>& forward, const ExpertsConfig& config,
                 const BasicExpertsWeights<DeviceBuffer>& weights, const ExpertsArrays<T>& arrays) {
   const int64_t tokens = forward.step.tokens, hidden_size = forward.config.hidden_size;
-  project(forward, weights.shared.up, tokens, forward.normal, hidden_size, arrays.shared_rows, arrays.shared_inner);
-  activate(forward, config.activation, tokens, int64_t{config.shared_size}, arrays.shared_rows, arrays.shared_inner);
+  BasicLinear<T, T> up =
+      product_of(weights.shared.up, tokens, forward.normal, hidden_size, arrays.shared_rows, arrays.shared_inner);
+  up.activation = config.activation;
+  project(forward, up);
   if (!config.has_shared_gate)
     return add_projected(forward, weights.shared.down, arrays.shared_rows, arrays.shared_inner);
   project(forward, weights.shared.down, tokens, arrays.shared_rows, arrays.shared_inner, arrays.shared, hidden_size);
@@ -149,6 +151,7 @@ void run_experts(const CudaForward<T>& forward, const ExpertsConfig& config,
                  const BasicExpertsWeights<DeviceBuffer>& weights) {
   const int64_t tokens = forward.step.tokens, hidden_size = forward.config.hidden_size;
   const ExpertsArrays<T> arrays(config, hidden_size, tokens, forward.workspace.data());
+  normalize(forward);
   choose(forward, config, weights, arrays);
   if (config.latent_size > 0) {
     project(forward, weights.latent_down, tokens, forward.normal, hidden_size, arrays.latent, arrays.width);

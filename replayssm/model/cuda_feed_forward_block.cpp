@@ -33,8 +33,7 @@ void run_feed_forward(const CudaForward<T>& forward, const FeedForwardConfig& co
                       const BasicFeedForwardWeights<DeviceBuffer>& weights) {
   const int64_t stride = inner_stride(config.activation, config.size);
   T* const inner = reinterpret_cast<T*>(forward.workspace.data());
-  project(forward, weights.up, forward.step.tokens, forward.normal, forward.config.hidden_size, inner, stride);
-  activate(forward, config.activation, forward.step.tokens, int64_t{config.size}, inner, stride);
+  project_normal(forward, weights.up, inner, stride, config.activation);
   add_projected(forward, weights.down, inner, stride);
 }
 

@@ -28,6 +28,7 @@ struct StepArrays {
     const int64_t tokens = limits.tokens, size = config.hidden_size;
     hidden = carver.take<float>(tokens * size);
     wanted = carver.take<float>(tokens * size);
+    parts = carver.take<float>(kResidualParts * std::min(tokens, kMostPartTokens) * size);
     normal = carver.take<T>(tokens * size);
     cosine = carver.take<float>(tokens * (rotary_size_of(config) / 2));
     sine = carver.take<float>(tokens * (rotary_size_of(config) / 2));
@@ -41,7 +42,7 @@ struct StepArrays {
     bytes = carver.bytes();
   }
 
-  float *hidden, *wanted;
+  float *hidden, *wanted, *parts;
   T* normal;
   float *cosine, *sine;
   int32_t* token;
@@ -112,6 +113,7 @@ CudaLanguageModel<T>::CudaLanguageModel(const ModelConfig& config, const CudaWei
   memory_ = DeviceBuffer<std::byte>(workspace_bytes(config, limits), device);
   const StepArrays<T> arrays(config, limits, memory_.data());
   hidden_ = arrays.hidden;
+  parts_ = arrays.parts;
   wanted_ = arrays.wanted;
   normal_ = arrays.normal;
   cosine_ = arrays.cosine;
@@ -151,7 +153,7 @@ template <typename T>
 void CudaLanguageModel<T>::forward(const CudaModelStep& step, CudaStatePool& pool) {
   check(step, pool);
   if (step.tokens == 0) return;
-  const CudaForward<T> forward{config_, step, pool, products_, device_, hidden_, normal_, cosine_, sine_, workspace_};
+  CudaForward<T> forward{config_, step, pool, products_, device_, hidden_, parts_, normal_, cosine_, sine_, workspace_};
   forward.begin(StepPart::kOther);
   embed(CudaEmbed<T>{.tokens = step.tokens,
                      .vocabulary = config_.vocabulary,
@@ -170,11 +172,31 @@ void CudaLanguageModel<T>::forward(const CudaModelStep& step, CudaStatePool& poo
                               .sine = sine_},
                 device_);
   for (size_t index = 0; index < weights_.blocks.size(); ++index) {
-    normalize(forward, step.tokens, hidden_, weights_.blocks[index].norm);
+    forward.norm = norm_of(step.tokens, hidden_, weights_.blocks[index].norm, forward.leaves_parts);
+    forward.leaves_parts = may_leave_parts(step, index);
     run_block(forward, index);
   }
   project_logits(forward);
   if (step.timer != nullptr) step.timer->end();
+}
+
+// Whether a block's output may wait for the next norm: if it is a single product, which can be cut, and the norm's
+// vectors are all of the stream's.
+template <typename T>
+bool CudaLanguageModel<T>::may_leave_parts(const CudaModelStep& step, size_t index) const {
+  if (step.tokens <= kFewTokens || step.tokens > kMostPartTokens) return false;
+  if (index + 1 == weights_.blocks.size() && step.logit_token != nullptr) return false;
+  const int64_t inputs = std::visit(
+      [](const auto& weights) -> int64_t {
+        if constexpr (requires { weights.out_proj; })
+          return weights.out_proj.inputs;
+        else if constexpr (requires { weights.down; })
+          return weights.down.inputs;
+        else
+          return 0;
+      },
+      weights_.blocks[index].body);
+  return inputs > 0 && inputs % (8 * kResidualParts) == 0;
 }
 
 template <typename T>
@@ -196,27 +218,27 @@ void CudaLanguageModel<T>::run_block(const CudaForward<T>& forward, size_t index
                      std::get<BasicFeedForwardWeights<DeviceBuffer>>(weights));
 }
 
-// normal <- norm(x)
 template <typename T>
-void CudaLanguageModel<T>::normalize(const CudaForward<T>& forward, int64_t tokens, const float* x,
-                                     const DeviceBuffer<float>& weight) {
+BasicRmsNorm<float, T> CudaLanguageModel<T>::norm_of(int64_t tokens, const float* x, const DeviceBuffer<float>& weight,
+                                                     bool has_parts) const {
   const int64_t size = config_.hidden_size;
-  forward.begin(StepPart::kOther);
-  rms_norm(BasicRmsNorm<float, T>{.tokens = tokens,
-                                  .size = size,
-                                  .x = x,
-                                  .x_stride = size,
-                                  .weight = weight.data(),
-                                  .is_zero_centred = config_.has_zero_centred_norms,
-                                  .eps = static_cast<float>(config_.norm_epsilon),
-                                  .y = normal_,
-                                  .y_stride = size},
-           device_);
+  return {.tokens = tokens,
+          .size = size,
+          .x = x,
+          .x_stride = size,
+          .weight = weight.data(),
+          .is_zero_centred = config_.has_zero_centred_norms,
+          .eps = static_cast<float>(config_.norm_epsilon),
+          .y = normal_,
+          .y_stride = size,
+          .parts = parts_,
+          .part_count = has_parts ? kResidualParts : 0,
+          .sums = hidden_};
 }
 
 // logits = W_head norm(hidden), of the wanted tokens alone.
 template <typename T>
-void CudaLanguageModel<T>::project_logits(const CudaForward<T>& forward) {
+void CudaLanguageModel<T>::project_logits(CudaForward<T>& forward) {
   const CudaModelStep& step = forward.step;
   const float* wanted = hidden_;
   int64_t count = step.tokens;
@@ -234,9 +256,8 @@ void CudaLanguageModel<T>::project_logits(const CudaForward<T>& forward) {
                            .y = wanted_},
           device_);
   }
-  normalize(forward, count, wanted, weights_.norm);
-  project(forward, weights_.head(), count, static_cast<const T*>(normal_), int64_t{config_.hidden_size}, step.logits,
-          config_.vocabulary);
+  forward.norm = norm_of(count, wanted, weights_.norm, forward.leaves_parts);
+  project_normal(forward, weights_.head(), step.logits, config_.vocabulary);
 }
 
 template <typename T>

@@ -43,9 +43,11 @@ class CudaLanguageModel {
                CudaStatePool& pool);
 
  private:
+  bool may_leave_parts(const CudaModelStep& step, size_t index) const;
   void run_block(const CudaForward<T>& forward, size_t index);
-  void normalize(const CudaForward<T>& forward, int64_t tokens, const float* x, const DeviceBuffer<float>& weight);
-  void project_logits(const CudaForward<T>& forward);
+  BasicRmsNorm<float, T> norm_of(int64_t tokens, const float* x, const DeviceBuffer<float>& weight,
+                                 bool has_parts) const;
+  void project_logits(CudaForward<T>& forward);
   void check(const CudaModelStep& step, const CudaStatePool& pool) const;
 
   const ModelConfig& config_;
@@ -58,7 +60,7 @@ class CudaLanguageModel {
   MatrixProducts products_;
   DeviceBuffer<std::byte> memory_;
   // Parts of memory_.
-  float *hidden_ = nullptr, *wanted_ = nullptr, *cosine_ = nullptr, *sine_ = nullptr;
+  float *hidden_ = nullptr, *wanted_ = nullptr, *parts_ = nullptr, *cosine_ = nullptr, *sine_ = nullptr;
   T* normal_ = nullptr;
   int32_t* token_ = nullptr;  // of a prefill, and behind them those whose logits are wanted
   std::span<std::byte> workspace_;

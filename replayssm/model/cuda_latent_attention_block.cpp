@@ -1,5 +1,6 @@
 // Attention over latents that all heads share, in its absorbed form, on a GPU.
 #include <cmath>
+#include <span>
 
 #include "replayssm/model/cuda_forward.h"
 #include "replayssm/ops/attention.h"
@@ -11,7 +12,7 @@ namespace {
 
 template <typename T>
 struct LatentArrays {
-  LatentArrays(const LatentAttentionConfig& config, int64_t tokens, std::byte* memory)
+  LatentArrays(const LatentAttentionConfig& config, int64_t tokens, size_t attention_bytes, std::byte* memory)
       : heads(config.heads),
         query(config.nope_size + config.rope_size),
         key(config.key_size()),
@@ -23,12 +24,14 @@ struct LatentArrays {
     absorbed = carver.take<T>(tokens * heads * key);
     mixed = carver.take<T>(tokens * heads * config.latent_size);
     out = carver.take<T>(tokens * heads * config.value_size);
+    attention = {carver.take<std::byte>(attention_bytes), attention_bytes};
     bytes = carver.bytes();
   }
 
   int64_t heads, query, key;
   int64_t latent, stride;  // of a row of the projection: the queries, or their latent, first
   T *projection, *q, *absorbed, *mixed, *out;
+  std::span<std::byte> attention;
   size_t bytes;
 };
 
@@ -71,16 +74,25 @@ void project_heads(const CudaForward<T>& forward, const CudaMatrix& matrix, int 
 
 template <typename T>
 size_t block_bytes(const LatentAttentionConfig& config, const ModelConfig&, const CudaStepLimits& limits) {
-  return LatentArrays<T>(config, limits.tokens, nullptr).bytes;  // attention over latents takes no workspace
+  const size_t of_attention = attention_bytes<T>(
+      {.kv_heads = 1, .head_size = config.key_size(), .latent_size = config.latent_size}, config.heads, limits);
+  return LatentArrays<T>(config, limits.tokens, of_attention, nullptr).bytes;
 }
 
 template <typename T>
 void run_latent_attention(const CudaForward<T>& forward, const LatentAttentionConfig& config,
                           const BasicLatentAttentionWeights<DeviceBuffer>& weights, int state) {
   const CudaModelStep& step = forward.step;
-  const LatentArrays<T> arrays(config, step.tokens, forward.workspace.data());
-  project(forward, weights.in_proj, step.tokens, forward.normal, forward.config.hidden_size, arrays.projection,
-          arrays.stride);
+  BasicAttention<T> args = {.cache = forward.pool.template kv_cache<T>(state),
+                            .pages = forward.pool.pages(),
+                            .rows = step.rows,
+                            .token_begin = forward.token_begin(),
+                            .query_heads = config.heads,
+                            .scale = 1.0f / std::sqrt(static_cast<float>(config.nope_size + config.rope_size)),
+                            .tokens = step.tokens,
+                            .max_tokens_per_row = forward.attention_tokens()};
+  const LatentArrays<T> arrays(config, step.tokens, attention_workspace_bytes(args), forward.workspace.data());
+  project_normal(forward, weights.in_proj, arrays.projection, arrays.stride);
   const T* q = arrays.projection;
   int64_t q_stride = arrays.stride;
   if (config.query_rank > 0) {
@@ -93,20 +105,12 @@ void run_latent_attention(const CudaForward<T>& forward, const LatentAttentionCo
   normalize(forward, config, weights.latent_norm, latent, arrays.stride);
   project_heads(forward, weights.key_up, config.heads, q, q_stride, arrays.query, arrays.absorbed, arrays.key);
   forward.begin(StepPart::kAttention);
-  attention(BasicAttention<T>{.cache = forward.pool.template kv_cache<T>(state),
-                              .pages = forward.pool.pages(),
-                              .rows = step.rows,
-                              .token_begin = forward.token_begin(),
-                              .query_heads = config.heads,
-                              .scale = 1.0f / std::sqrt(static_cast<float>(arrays.query)),
-                              .q = arrays.absorbed,
-                              .k = latent,
-                              .q_stride = arrays.heads * arrays.key,
-                              .k_stride = arrays.stride,
-                              .out = arrays.mixed,
-                              .tokens = step.tokens,
-                              .max_tokens_per_row = forward.attention_tokens()},
-            forward.device, {});
+  args.q = arrays.absorbed;
+  args.k = latent;
+  args.q_stride = arrays.heads * arrays.key;
+  args.k_stride = arrays.stride;
+  args.out = arrays.mixed;
+  attention(args, forward.device, arrays.attention);
   project_heads(forward, weights.value_up, config.heads, arrays.mixed, arrays.heads * config.latent_size,
                 int64_t{config.latent_size}, arrays.out, int64_t{config.value_size});
   add_projected(forward, weights.out_proj, arrays.out, arrays.heads * config.value_size);

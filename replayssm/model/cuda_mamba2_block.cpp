@@ -131,8 +131,7 @@ template <typename T>
 void run_mamba2(const CudaForward<T>& forward, const Mamba2Config& config,
                 const BasicMamba2Weights<DeviceBuffer>& weights, int state) {
   const Mamba2Arrays<T> arrays(config, forward.step.tokens, forward.workspace.data());
-  project(forward, weights.in_proj, forward.step.tokens, forward.normal, forward.config.hidden_size, arrays.projection,
-          arrays.stride);
+  project_normal(forward, weights.in_proj, arrays.projection, arrays.stride);
   forward.begin(StepPart::kStateSpace);
   if (forward.step.kind == StepKind::kPrefill)
     prefill(forward, config, weights, state, arrays);

@@ -1,5 +1,5 @@
-// Elementwise products with an activation on the GPU. A block owns a tile of kTileChannels elements of a token, a
-// thread a pack of eight; it has read its own operands before it writes, so a result may lie where an operand does.
+// Elementwise products with an activation on the GPU. A block owns a tile of elements of a token, a thread kPacks packs
+// of eight; it has read its own operands before it writes, so a result may lie where an operand does.
 #include "replayssm/ops/activation.h"
 
 #include "replayssm/ops/checks.h"
@@ -9,6 +9,9 @@
 namespace replayssm {
 namespace {
 
+// With one, 256 x 9216 elements are more threads than an H200 has room for at once.
+constexpr int kPacks = 2;
+
 template <typename Op>
 struct ActivationArgs {
   Op op;
@@ -16,11 +19,13 @@ struct ActivationArgs {
   unsigned tiles;  // of a token
 
   __device__ int64_t token() const { return blockIdx.x / tiles; }
-  // The number of this thread's pack among its token's.
-  __device__ int64_t pack() const { return static_cast<int64_t>(blockIdx.x % tiles) * kTileThreads + threadIdx.x; }
+  // The number of pack `i` of this thread among its token's.
+  __device__ int64_t pack(int i) const {
+    return (static_cast<int64_t>(blockIdx.x % tiles) * kPacks + i) * kTileThreads + threadIdx.x;
+  }
 };
 
-// The elements of the pack that begins at `first`, which is below `size`.
+// The elements of the pack that begins at `first`: none past `size`.
 __device__ int elements_from(int64_t first, int64_t size) {
   return static_cast<int>(min(size - first, int64_t{kPackSize}));
 }
@@ -30,17 +35,28 @@ template <typename T>
 __global__ __launch_bounds__(kTileThreads) void silu_product_kernel(
     const __grid_constant__ ActivationArgs<BasicSiluProduct<T>> launched) {
   const BasicSiluProduct<T>& args = launched.op;
-  const int64_t token = launched.token(), first = launched.pack() * kPackSize;
-  if (first >= args.size) return;
-  const int count = elements_from(first, args.size);
+  const int64_t token = launched.token();
   wait_for_previous();
   let_next_start();
-  const Pack<T> gate = load_pack(args.gate + token * args.gate_stride + first, launched.place, count);
-  const Pack<T> up = load_pack(args.up + token * args.up_stride + first, launched.place, count);
-  float values[kPackSize];
+  Pack<T> gates[kPacks], ups[kPacks];
 #pragma unroll
-  for (int i = 0; i < kPackSize; ++i) values[i] = silu(element(gate, i)) * element(up, i);
-  store_pack(pack_of<T>(values), args.y + token * args.y_stride + first, launched.place, count);
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t first = launched.pack(i) * kPackSize;
+    const int count = elements_from(first, args.size);
+    if (count <= 0) continue;
+    gates[i] = load_pack(args.gate + token * args.gate_stride + first, launched.place, count);
+    ups[i] = load_pack(args.up + token * args.up_stride + first, launched.place, count);
+  }
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t first = launched.pack(i) * kPackSize;
+    const int count = elements_from(first, args.size);
+    if (count <= 0) continue;
+    float values[kPackSize];
+#pragma unroll
+    for (int n = 0; n < kPackSize; ++n) values[n] = silu_product(element(gates[i], n), element(ups[i], n));
+    store_pack(pack_of<T>(values), args.y + token * args.y_stride + first, launched.place, count);
+  }
 }
 
 // Grid: tokens x tiles.
@@ -48,20 +64,26 @@ template <typename T>
 __global__ __launch_bounds__(kTileThreads) void relu2_kernel(
     const __grid_constant__ ActivationArgs<BasicRelu2<T>> launched) {
   const BasicRelu2<T>& args = launched.op;
-  const int64_t token = launched.token(), first = launched.pack() * kPackSize;
-  if (first >= args.size) return;
-  const int count = elements_from(first, args.size);
+  const int64_t token = launched.token();
   wait_for_previous();
   let_next_start();
-  const Pack<T> x = load_pack(args.x + token * args.x_stride + first, launched.place, count);
-  float values[kPackSize];
+  Pack<T> x[kPacks];
 #pragma unroll
-  for (int i = 0; i < kPackSize; ++i) {
-    // A NaN is not below zero, so it stays; fmaxf would drop it.
-    const float value = element(x, i);
-    values[i] = value < 0.0f ? 0.0f : value * value;
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t first = launched.pack(i) * kPackSize;
+    const int count = elements_from(first, args.size);
+    if (count > 0) x[i] = load_pack(args.x + token * args.x_stride + first, launched.place, count);
   }
-  store_pack(pack_of<T>(values), args.y + token * args.y_stride + first, launched.place, count);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t first = launched.pack(i) * kPackSize;
+    const int count = elements_from(first, args.size);
+    if (count <= 0) continue;
+    float values[kPackSize];
+#pragma unroll
+    for (int n = 0; n < kPackSize; ++n) values[n] = relu2(element(x[i], n));
+    store_pack(pack_of<T>(values), args.y + token * args.y_stride + first, launched.place, count);
+  }
 }
 
 // Grid: tokens x tiles, of the packs of a token's heads in their order.
@@ -69,21 +91,23 @@ template <typename T>
 __global__ __launch_bounds__(kTileThreads) void sigmoid_gate_kernel(
     const __grid_constant__ ActivationArgs<BasicSigmoidGate<T>> launched) {
   const BasicSigmoidGate<T>& args = launched.op;
-  const int64_t packs = (args.size + kPackSize - 1) / kPackSize;
-  const int64_t token = launched.token(), head = launched.pack() / packs;
-  const int64_t first = launched.pack() % packs * kPackSize;
-  if (head >= args.heads) return;
-  const int count = elements_from(first, args.size);
-  T* const to = args.x + token * args.x_stride + head * args.size + first;
+  const int64_t packs = (args.size + kPackSize - 1) / kPackSize, token = launched.token();
   wait_for_previous();
   let_next_start();
-  const Pack<T> x = load_pack(to, launched.place, count);
-  const Pack<T> gate =
-      load_pack(args.gate + token * args.gate_stride + head * args.gate_head_stride + first, launched.place, count);
-  float values[kPackSize];
 #pragma unroll
-  for (int i = 0; i < kPackSize; ++i) values[i] = element(x, i) * sigmoid(element(gate, i));
-  store_pack(pack_of<T>(values), to, launched.place, count);
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t head = launched.pack(i) / packs, first = launched.pack(i) % packs * kPackSize;
+    if (head >= args.heads) continue;
+    const int count = elements_from(first, args.size);
+    T* const to = args.x + token * args.x_stride + head * args.size + first;
+    const Pack<T> x = load_pack(to, launched.place, count);
+    const Pack<T> gate =
+        load_pack(args.gate + token * args.gate_stride + head * args.gate_head_stride + first, launched.place, count);
+    float values[kPackSize];
+#pragma unroll
+    for (int n = 0; n < kPackSize; ++n) values[n] = element(x, n) * sigmoid(element(gate, n));
+    store_pack(pack_of<T>(values), to, launched.place, count);
+  }
 }
 
 template <typename T>
@@ -94,11 +118,11 @@ PackPlace place_of(int64_t size, std::initializer_list<const T*> pointers, std::
   return size % kPackSize == 0 && places % 16 == 0 ? PackPlace::kAligned : PackPlace::kAnywhere;
 }
 
-// Queues a thread for each of a token's packs.
+// Queues a thread for each kPacks of a token's packs.
 template <typename Op>
 void launch_packs(const char* op, void (*kernel)(ActivationArgs<Op>), const Op& args, int64_t packs, PackPlace place,
                   CudaDevice& device) {
-  const int64_t tiles = ceiling_quotient(packs, kTileThreads);
+  const int64_t tiles = ceiling_quotient(packs, int64_t{kPacks} * kTileThreads);
   const unsigned blocks = check_blocks(op, args.tokens * tiles);
   const ActivationArgs<Op> launched = {args, place, static_cast<unsigned>(tiles)};
   launch(op, kernel, dim3(blocks), kTileThreads, 0, launched, device, Launch::kOverlapping);

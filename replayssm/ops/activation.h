@@ -14,6 +14,12 @@
 
 namespace replayssm {
 
+// What a feed-forward makes of a row of its first product.
+enum class Activation {
+  kSwiGlu,  // silu_product of its two halves, the gate first
+  kRelu2,   // relu2
+};
+
 // y may be gate or up (with the same stride), else they may not overlap. Throws Error for negative sizes and null
 // pointers.
 template <typename T>

@@ -5,11 +5,10 @@
 
 namespace replayssm {
 
-// At most: with four cuBLASLt is faster (18.8 against 22.6 us for 12352 x 2560 on an H200).
-inline constexpr int64_t kFewTokens = 2;
+// The elements of an input's norm, at most.
+inline constexpr int64_t kLargestFewNorm = 4096;
 
-// Of BF16 weights and inputs, a single head; inputs, strides and pointers are multiples of 16 bytes. A token's bits do
-// not depend on how many tokens there are.
+// Where can_fuse(args). A token's bits do not depend on how many tokens there are.
 template <typename Out>
 void linear_few(const BasicLinear<Bf16, Out>& args, CudaDevice& device);
 

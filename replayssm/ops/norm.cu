@@ -1,6 +1,8 @@
 // The norms as ops of their own on the GPU: one kernel in three forms.
 #include "replayssm/ops/norm.cuh"
 
+#include <type_traits>
+
 #include "replayssm/ops/checks.h"
 #include "replayssm/ops/launch.cuh"
 
@@ -14,6 +16,24 @@ struct NormArgs {
   PackPlace place;
   float inverse_size;
 };
+
+// x and the parts of its vector, one after the other; kept in the place of the sums.
+template <typename Z, typename Out>
+__device__ Pack<float> add_parts(const NormVectors<float, Z, Out>& args, int64_t token, int first, const Pack<float>& x,
+                                 PackPlace place, int count) {
+  float values[kPackSize];
+#pragma unroll
+  for (int i = 0; i < kPackSize; ++i) values[i] = element(x, i);
+#pragma unroll 2
+  for (int part = 0; part < args.part_count; ++part) {
+    const Pack<float> added = load_pack(args.parts + (part * args.tokens + token) * args.size + first, place, count);
+#pragma unroll
+    for (int i = 0; i < kPackSize; ++i) values[i] = values[i] + element(added, i);
+  }
+  const Pack<float> sum = pack_of<float>(values);
+  store_pack(sum, args.sums + token * args.x_stride + first, place, count);
+  return sum;
+}
 
 // Grid: one dimension over vectors. Blocks of `warps` warps that share a vector, or of kTileThreads threads of which
 // kLanes neighbours share one. A thread owns a pack.
@@ -43,6 +63,8 @@ __global__ __launch_bounds__(kLanes == 32 ? 1024 : kTileThreads) void rms_norm_k
     if constexpr (kForm != NormForm::kPlain)
       z = load_pack(args.z + token * args.z_stride + static_cast<int64_t>(head) * args.size + first, place, count);
     is_padding = args.slot != nullptr && args.slot[token / args.tokens_per_row] == kPaddingSlot;
+    if constexpr (kForm == NormForm::kPlain && std::is_same_v<X, float>)
+      if (args.part_count > 0) x = add_parts(args, token, first, x, place, count);
   }
   float values[kPackSize];
 #pragma unroll
@@ -57,7 +79,7 @@ __global__ __launch_bounds__(kLanes == 32 ? 1024 : kTileThreads) void rms_norm_k
 #pragma unroll
   for (int i = 0; i < kPackSize; ++i) {
     if constexpr (kForm == NormForm::kPlain) {
-      values[i] = values[i] * factor * (args.weight_offset + weight[i]);
+      values[i] = plain_norm(values[i], factor, weight[i], args.weight_offset);
     } else if constexpr (kForm == NormForm::kGateLast) {
       values[i] = gated_norm(values[i], factor, weight[i], element(z, i), args.has_sigmoid_gate);
     } else {
@@ -71,7 +93,8 @@ __global__ __launch_bounds__(kLanes == 32 ? 1024 : kTileThreads) void rms_norm_k
 template <typename X, typename Z, typename Out>
 PackPlace place_of(const NormVectors<X, Z, Out>& args) {
   uintptr_t places = 0;
-  for (const void* pointer : std::initializer_list<const void*>{args.x, args.z, args.weight, args.y})
+  for (const void* pointer :
+       std::initializer_list<const void*>{args.x, args.z, args.weight, args.y, args.parts, args.sums})
     places |= reinterpret_cast<uintptr_t>(pointer);
   places |= static_cast<uintptr_t>(args.x_stride | args.x_head_stride) * sizeof(X);
   places |= static_cast<uintptr_t>(args.z_stride) * sizeof(Z);
@@ -110,6 +133,11 @@ void rms_norm(const BasicRmsNorm<X, Out>& args, CudaDevice& device) {
   check_size_on_gpu("rms_norm", args.size);
   if (args.tokens == 0 || args.heads == 0) return;
   require(!has_null({args.x, args.weight, args.y}), "rms_norm: x, weight and y must not be null");
+  require(args.part_count == 0 || (args.part_count > 0 && args.heads == 1 && std::is_same_v<X, float>),
+          "rms_norm: expected parts of FP32 vectors, one a token, or none, got {} of {} a token", args.part_count,
+          args.heads);
+  require(args.part_count == 0 || !has_null({args.parts, args.sums}), "rms_norm: parts and sums must not be null");
+  check_alignment("rms_norm", sizeof(float), {{"parts", args.parts}, {"sums", args.sums}});
   check_on_gpu("rms_norm", vectors_of(args));
   launch_norm<NormForm::kPlain>("rms_norm", vectors_of(args), device);
 }

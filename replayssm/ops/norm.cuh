@@ -22,6 +22,13 @@ __device__ inline float sum_lanes(float value) {
   return value;
 }
 
+// Adds the sums of `warps` warps, in order.
+__device__ inline float sum_warps(const float* partial, int warps) {
+  float sum = partial[0];
+  for (int warp = 1; warp < warps; ++warp) sum = sum + partial[warp];
+  return sum;
+}
+
 // The sum over the first `warps` warps of a block, the same bits in each thread; `partial` holds one number a warp.
 // Every thread of those warps takes part. A second sum needs other numbers or a barrier before it.
 __device__ inline float sum_block(float value, int warps, float* partial) {
@@ -29,9 +36,7 @@ __device__ inline float sum_block(float value, int warps, float* partial) {
   if (warps == 1) return value;
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
-  float sum = partial[0];
-  for (int warp = 1; warp < warps; ++warp) sum = sum + partial[warp];
-  return sum;
+  return sum_warps(partial, warps);
 }
 
 // 1 / sqrt(mean(x^2) + eps)
@@ -39,6 +44,10 @@ __device__ inline float inverse_rms(float squares, float inverse_size, float eps
   return rsqrtf(squares * inverse_size + eps);
 }
 
+// An element of rms_norm.
+__device__ inline float plain_norm(float x, float factor, float weight, float weight_offset) {
+  return x * factor * (weight_offset + weight);
+}
 // An element of gated_rms_norm.
 __device__ inline float gated_norm(float x, float factor, float weight, float z, bool has_sigmoid_gate) {
   const float gate = sigmoid(z);
@@ -63,6 +72,9 @@ struct NormVectors {
   float weight_offset = 0;
   bool has_sigmoid_gate = false;
   float eps = 0;
+  const float* parts = nullptr;  // [part_count, tokens, size]; see BasicRmsNorm
+  int part_count = 0;
+  float* sums = nullptr;
   // The slots of the rows that the tokens belong to: those of padding rows get zeros. Or null.
   const int32_t* slot = nullptr;
   int tokens_per_row = 1;
@@ -81,7 +93,10 @@ NormVectors<X, X, Out> vectors_of(const BasicRmsNorm<X, Out>& args) {
           .y_stride = args.y_stride,
           .y_head_stride = args.y_head_stride,
           .weight_offset = args.is_zero_centred ? 1.0f : 0.0f,
-          .eps = args.eps};
+          .eps = args.eps,
+          .parts = args.parts,
+          .part_count = args.part_count,
+          .sums = args.sums};
 }
 
 template <typename X, typename Z, typename Out>

@@ -34,6 +34,10 @@ struct BasicRmsNorm {
   float eps = 1e-6f;
   Out* y = nullptr;  // [N, heads, size], y_stride, y_head_stride
   int64_t y_stride = 0, y_head_stride = 0;
+  // On a GPU, with one head and X = float: what is added to x first, a part after the other. The sums take x's place.
+  const float* parts = nullptr;  // [part_count, N, size]
+  int part_count = 0;
+  float* sums = nullptr;  // [N, size], x_stride; it may be x
 };
 using RmsNorm = BasicRmsNorm<float, float>;
 void rms_norm(const RmsNorm& args, Device& device);

@@ -157,6 +157,14 @@ __device__ inline float sigmoid(float x) {
 __device__ inline float silu(float x) {
   return x * sigmoid(x);
 }
+// An element of silu_product.
+__device__ inline float silu_product(float gate, float up) {
+  return silu(gate) * up;
+}
+// An element of relu2. A NaN is not below zero, so it stays; fmaxf would drop it.
+__device__ inline float relu2(float x) {
+  return x < 0.0f ? 0.0f : x * x;
+}
 // log(1 + e^x), x itself above 20.
 __device__ inline float softplus(float x) {
   return x > 20.0f ? x : log1pf(expf(x));

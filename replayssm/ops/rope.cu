@@ -133,8 +133,8 @@ __global__ __launch_bounds__(kTileThreads) void place_heads_kernel(const __grid_
 #pragma unroll
     for (int i = 0; i < kPackSize; ++i) {
       if (norm != nullptr) {
-        values[p][i] = values[p][i] * factor * (launched.weight_offset + weight[p][i]);
-        partner[p][i] = partner[p][i] * factor * (launched.weight_offset + partner_weight[p][i]);
+        values[p][i] = plain_norm(values[p][i], factor, weight[p][i], launched.weight_offset);
+        partner[p][i] = plain_norm(partner[p][i], factor, partner_weight[p][i], launched.weight_offset);
       }
       if (first + i < 2 * half) {
         const float other = first + i < half ? -partner[p][i] : partner[p][i];

@@ -33,6 +33,14 @@ __device__ inline void store_number(Fp16* to, float value) {
   to->bits = __half_as_ushort(__float2half_rn(value));
 }
 
+// As a T keeps it.
+template <typename T>
+__device__ inline float as_kept(float value) {
+  T kept;
+  store_number(&kept, value);
+  return to_number(kept);
+}
+
 // Four numbers of a kernel's input that lie together.
 template <typename T>
 struct Quad {
