@@ -100,7 +100,7 @@ struct DeltaUnit {
   // Padding rows give zeros; rows outside the pool give NaN and tell the host. True if the row is either.
   __device__ bool is_refused(int b) const {
     if (!row.is_padding && !row.is_outside) return false;
-    if (row.is_outside && first_value == 0 && head == 0 && threadIdx.x == 0)
+    if (row.is_outside && first_value == 0 && head == 0 && threadIdx.x == 0 && !args.tokens.are_just_made)
       report_fault(args.fault, args.op, b, row.slot, row.checkpoint_in, row.checkpoint_out);
     if (args.use != DeltaUse::kMaterialise)
       for (int t = 0; t < tokens; ++t)
@@ -293,6 +293,8 @@ template <int K, bool kPerChannel, typename T>
 __device__ void run_slice(const DeltaUnit<T>& unit, uint4* shared) {
   Slice<K>::begin_read(shared, place_of(unit, unit.row.checkpoint_in, unit.first_value), unit.args.state.checkpoint,
                        unit.values, unit.shape().key_size, unit.args.state.form);
+  wait_for_previous();
+  let_next_start();
   run_recurrence<K, kPerChannel>(unit, unit.first_value, shared);
 }
 
@@ -300,10 +302,10 @@ __device__ void run_slice(const DeltaUnit<T>& unit, uint4* shared) {
 template <int K, bool kPerChannel, typename T>
 __global__ void __launch_bounds__(32, kBlocks) delta_recurrence_kernel(const __grid_constant__ DeltaArgs<T> args) {
   extern __shared__ uint4 shared[];
-  wait_for_previous();
-  let_next_start();
+  if (!args.tokens.are_just_made) wait_for_previous();
   const DeltaUnit<T> unit(args, blockIdx.z, blockIdx.y, blockIdx.x);
-  if (!unit.is_refused(blockIdx.z)) run_slice<K, kPerChannel>(unit, shared);
+  if (unit.is_refused(blockIdx.z)) return wait_for_previous();
+  run_slice<K, kPerChannel>(unit, shared);
 }
 
 template <int K, bool kPerChannel, typename T>

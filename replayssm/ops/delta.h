@@ -67,6 +67,10 @@ struct BasicDeltaTokens {
   const float* g = nullptr;     // [N, H, gate_size] log-decay, <= 0
   const float* beta = nullptr;  // [N, H]
   int64_t q_stride = 0, k_stride = 0, v_stride = 0;
+  // On a GPU, whether the kernel queued just before makes the tokens, has itself waited for all that was queued before
+  // it, touches nothing else of the call, and names a row that lies outside: while it runs the call then begins with
+  // rows, checkpoints and the outputs of padding rows.
+  bool are_just_made = false;
 };
 using DeltaTokens = BasicDeltaTokens<float>;
 

@@ -14,7 +14,8 @@ namespace replayssm {
 enum class Launch {
   kPlain,
   // May start before the kernel queued before it has ended, as soon as that one lets it (let_next_start); it must
-  // wait_for_previous before it reads what the other writes.
+  // wait_for_previous before it reads what the other writes, and all kernels wait before they let the next start: when
+  // one starts all before the other have ended.
   kOverlapping,
 };
 

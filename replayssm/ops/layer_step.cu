@@ -259,7 +259,8 @@ void delta_layer_step(const DeltaLayerStep<T>& args, CudaDevice& device, std::sp
                                          .beta = arrays.beta,
                                          .q_stride = arrays.channels,
                                          .k_stride = arrays.channels,
-                                         .v_stride = arrays.channels};
+                                         .v_stride = arrays.channels,
+                                         .are_just_made = true};
   if (args.is_conventional)
     delta_step(BasicDeltaStep<T, float>{args.state, args.rows, convolved, arrays.mixed}, device, {});
   else
@@ -321,7 +322,8 @@ void mamba2_layer_step(const Mamba2LayerStep<T>& args, CudaDevice& device, std::
       .dt = arrays.dt,
       .x_stride = arrays.channels,
       .b_stride = arrays.channels,
-      .c_stride = arrays.channels};
+      .c_stride = arrays.channels,
+      .are_just_made = true};
   if (args.is_conventional)
     mamba2_step(BasicMamba2Step<T, float>{args.state, args.rows, args.heads, convolved, arrays.mixed}, device, {});
   else

@@ -94,7 +94,7 @@ struct Mamba2Unit {
   // of values first .. first + count - 1 are then written by this warp.
   __device__ bool is_refused(int b, int first, int count) const {
     if (!row.is_padding && !row.is_outside) return false;
-    if (row.is_outside && first == 0 && head == 0 && threadIdx.x == 0)
+    if (row.is_outside && first == 0 && head == 0 && threadIdx.x == 0 && !args.tokens.are_just_made)
       report_fault(args.fault, args.op, b, row.slot, row.checkpoint_in, row.checkpoint_out);
     if (args.use != Mamba2Use::kMaterialise)
       for (int t = 0; t < tokens; ++t)
@@ -157,6 +157,8 @@ __device__ void run_slice(const Mamba2Unit<T>& unit, int first, uint4* shared) {
   auto* vectors = reinterpret_cast<float*>(shared);
   Slice<K>::begin_read(shared, unit.place(unit.row.checkpoint_in, first), args.state.checkpoint, values, state_size,
                        args.state.form);
+  wait_for_previous();
+  let_next_start();
   const auto write = [&](const Slice<K>& slice) {
     slice.write(unit.place(unit.row.checkpoint_out, first), args.state.checkpoint, values, state_size, args.state.form);
   };
@@ -230,12 +232,11 @@ __device__ void run_slice(const Mamba2Unit<T>& unit, int first, uint4* shared) {
 template <int K, typename T>
 __global__ void __launch_bounds__(32, kBlocks) mamba2_recurrence_kernel(const __grid_constant__ Mamba2Args<T> args) {
   extern __shared__ uint4 shared[];
-  wait_for_previous();
-  let_next_start();
+  if (!args.tokens.are_just_made) wait_for_previous();
   const Mamba2Unit<T> unit(args, blockIdx.z, blockIdx.y);
   const int first = blockIdx.x * kSliceRows;
-  if (!unit.is_refused(blockIdx.z, first, min(kSliceRows, unit.shape().head_size - first)))
-    run_slice<K>(unit, first, shared);
+  if (unit.is_refused(blockIdx.z, first, min(kSliceRows, unit.shape().head_size - first))) return wait_for_previous();
+  run_slice<K>(unit, first, shared);
 }
 
 template <int K, typename T>

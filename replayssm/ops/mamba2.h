@@ -70,6 +70,10 @@ struct BasicMamba2Tokens {
   const float* dt = nullptr;  // [tokens, H] dt' >= 0
   const T* z = nullptr;       // [tokens, H, P], z_stride; or null: no z gate
   int64_t x_stride = 0, b_stride = 0, c_stride = 0, z_stride = 0;
+  // On a GPU, whether the kernel queued just before makes the tokens, has itself waited for all that was queued before
+  // it, touches nothing else of the call, and names a row that lies outside: while it runs the call then begins with
+  // rows, checkpoints and the outputs of padding rows.
+  bool are_just_made = false;
 };
 using Mamba2Tokens = BasicMamba2Tokens<float>;
 

@@ -29,6 +29,7 @@ struct RecurrenceArgs {
   float query_factor = 1;        // delta: K^-1/2
   const float* a_log = nullptr;  // Mamba-2
   const float* skip = nullptr;   // Mamba-2: D
+  bool are_tokens_just_made = false;
   void* out = nullptr;
   bool has_float_out = false;
   CudaFault* fault = nullptr;
@@ -47,6 +48,7 @@ Args recurrence_args(const char* op, const Call& call, CudaDevice& device) {
   args.window = call.state.window;
   args.capacity = call.state.capacity;
   args.ring_decay = call.state.ring_decay;
+  args.are_tokens_just_made = call.tokens.are_just_made;
   args.out = call.out;
   args.has_float_out = std::is_same_v<decltype(call.out), float*>;
   args.fault = device.fault();

@@ -140,7 +140,8 @@ struct ReplayBlock {
                  is_in(row.checkpoint_out, args.checkpoints) && is_in(row.history, args.window + 1ll) &&
                  row.base >= 0)) {
       u.kind = UnitKind::kOutside;
-      if (in_row == 0) report_fault(args.fault, args.op, b, row.slot, row.checkpoint_in, row.checkpoint_out);
+      if (in_row == 0 && !args.are_tokens_just_made)
+        report_fault(args.fault, args.op, b, row.slot, row.checkpoint_in, row.checkpoint_out);
     } else {
       u.kind = args.readout == Readout::kDirect && !u.will_flush ? UnitKind::kDirect : UnitKind::kWalk;
       u.start = ring_start(row.base, args.capacity);
@@ -597,6 +598,8 @@ struct ReplayBlock {
     }
     __syncthreads();
     copy_slice(unit(0));
+    wait_for_previous();  // again, if the tokens are not just made
+    let_next_start();
     if (warp() == fetcher)
       for (int index = 0; index < 2; ++index) copy_records(index);
     prepare(0);
@@ -650,8 +653,7 @@ struct ReplayBlock {
 template <Recurrence kRecurrence, int K, CheckpointForm kForm, typename T>
 __global__ void __launch_bounds__(256, 2) replay_kernel(const __grid_constant__ ReplayArgs<T> args) {
   extern __shared__ uint4 memory[];
-  wait_for_previous();
-  let_next_start();
+  if (!args.are_tokens_just_made) wait_for_previous();
   ReplayBlock<kRecurrence, K, kForm, T>{args, reinterpret_cast<char*>(memory)}.run();
 }
 
