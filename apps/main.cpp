@@ -133,7 +133,8 @@ void add_bench_attention(CLI::App& bench) {
   add_list("--batch", options->batches, "Batch sizes, with commas between");
   add_list("--context", options->contexts, "Positions of a row, its own tokens the last, with commas between");
   add_list("--tokens", options->tokens, "Tokens of a row in a step; more than 16 are a prompt; with commas between");
-  add_list("--heads", options->heads, "Query heads:key/value heads:head size, with commas between");
+  add_list("--heads", options->heads,
+           "Query heads:key/value heads:head size, of a latent cache :its size, with commas between");
   attention->add_option("--page", options->page_tokens, "Positions of a page")->capture_default_str();
   attention->add_option("--rounds", options->rounds, "Rounds to take the median of")->capture_default_str();
   attention->add_option("--csv", options->csv, "File to append the figures to");

@@ -23,18 +23,26 @@ namespace replayssm::bench {
 namespace {
 
 struct HeadSizes {
-  int query = 0, kv = 0, size = 0;
+  int query = 0, kv = 0, size = 0, latent = 0;
+
+  int value_size() const { return latent > 0 ? latent : size; }
 };
 
 HeadSizes parse_heads(const std::string& text) {
   HeadSizes heads;
-  int read = 0;
-  const int count = std::sscanf(text.c_str(), "%d:%d:%d%n", &heads.query, &heads.kv, &heads.size, &read);
-  require(count == 3 && static_cast<size_t>(read) == text.size(),
-          "--heads: expected QUERY:KV:SIZE, for example 32:8:128, got '{}'", text);
+  int read = 0, read_latent = 0;
+  int count = std::sscanf(text.c_str(), "%d:%d:%d%n:%d%n", &heads.query, &heads.kv, &heads.size, &read, &heads.latent,
+                          &read_latent);
+  require((count == 3 && static_cast<size_t>(read) == text.size()) ||
+              (count == 4 && static_cast<size_t>(read_latent) == text.size()),
+          "--heads: expected QUERY:KV:SIZE or, of a latent cache, QUERY:KV:SIZE:LATENT, for example 32:8:128, got '{}'",
+          text);
   const auto is_in = [](int value, int most) { return value >= 1 && value <= most; };
-  require(is_in(heads.query, 1024) && is_in(heads.kv, 1024) && is_in(heads.size, 1024) && heads.query % heads.kv == 0,
-          "--heads: expected 1 to 1024 each, and query heads a multiple of the key/value heads, got '{}'", text);
+  require(is_in(heads.query, 1024) && is_in(heads.kv, 1024) && is_in(heads.size, 1024) && heads.query % heads.kv == 0 &&
+              (count == 3 || is_in(heads.latent, heads.size)),
+          "--heads: expected 1 to 1024 each, query heads a multiple of the key/value heads and latents at most as wide "
+          "as their heads, got '{}'",
+          text);
   return heads;
 }
 
@@ -47,16 +55,16 @@ struct AttentionCase {
   int64_t row_pages() const { return (context + page_tokens - 1) / page_tokens; }
   int64_t page_elements() const { return int64_t{heads.kv} * page_tokens * heads.size; }
   int64_t input_width() const { return int64_t{heads.query + 2 * heads.kv} * heads.size; }
-  int64_t output_width() const { return int64_t{heads.query} * heads.size; }
+  int64_t output_width() const { return int64_t{heads.query} * heads.value_size(); }
   // Keys and values of the whole context read once, those of the tokens written, inputs and outputs.
   double bytes() const {
-    const double position = 2.0 * heads.kv * heads.size;
+    const double position = (heads.latent > 0 ? 1.0 : 2.0) * heads.kv * heads.size;
     const double token = static_cast<double>(input_width() + output_width()) + position;
     return sizeof(Bf16) * batch * (context * position + tokens * token);
   }
   double operations() const {
     const double seen = 1.0 * tokens * (context - tokens) + 0.5 * tokens * (tokens + 1.0);
-    return 4.0 * batch * heads.query * heads.size * seen;
+    return 2.0 * batch * heads.query * (heads.size + heads.value_size()) * seen;
   }
 };
 
@@ -69,11 +77,11 @@ class AttentionRig {
         pages_(int64_t{sets_} * timed.batch * timed.row_pages()),
         tokens_(int64_t{timed.batch} * timed.tokens),
         k_(pages_ * timed.page_elements(), device),
-        v_(pages_ * timed.page_elements(), device),
+        v_(timed.heads.latent > 0 ? 0 : pages_ * timed.page_elements(), device),
         input_(tokens_ * timed.input_width(), device),
         out_(tokens_ * timed.output_width(), device) {
     fill_uniform(k_.data(), k_.size(), -1, 1, 1, device);
-    fill_uniform(v_.data(), v_.size(), -1, 1, 2, device);
+    if (v_.size() > 0) fill_uniform(v_.data(), v_.size(), -1, 1, 2, device);
     fill_uniform(input_.data(), input_.size(), -1, 1, 3, device);
     std::vector<int32_t> pages(pages_), slots(timed.batch), histories(timed.batch, 0), begin(timed.batch + 1);
     std::iota(pages.begin(), pages.end(), 0);
@@ -104,6 +112,7 @@ class AttentionRig {
     const Bf16* k = input_.data() + int64_t{heads.query} * heads.size;
     return {.cache = {.kv_heads = heads.kv,
                       .head_size = heads.size,
+                      .latent_size = heads.latent,
                       .pages = pages_,
                       .page_tokens = timed_.page_tokens,
                       .k = k_.data(),
@@ -115,7 +124,7 @@ class AttentionRig {
             .scale = 1.0f / std::sqrt(static_cast<float>(heads.size)),
             .q = input_.data(),
             .k = k,
-            .v = k + int64_t{heads.kv} * heads.size,
+            .v = heads.latent > 0 ? nullptr : k + int64_t{heads.kv} * heads.size,
             .q_stride = timed_.input_width(),
             .k_stride = timed_.input_width(),
             .v_stride = timed_.input_width(),

@@ -12,7 +12,7 @@ struct AttentionOptions {
   std::vector<int> batches = {1, 32, 256};
   std::vector<int> contexts = {1024, 8192, 32768};
   std::vector<int> tokens = {1, 4};               // of a row
-  std::vector<std::string> heads = {"32:8:128"};  // query heads : key/value heads : head size
+  std::vector<std::string> heads = {"32:8:128"};  // query heads : key/value heads : head size (: latent size)
   int page_tokens = 16;
   int rounds = 15;
   std::string csv;  // a file to append to, or empty

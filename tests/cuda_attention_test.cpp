@@ -190,19 +190,16 @@ TEST_F(CudaAttention, BatchesEqualRowsAlone) {
   });
 }
 
-// Many rows: more units than blocks, and more rows than threads.
-TEST_F(CudaAttention, ManyRowsEqualRowsAlone) {
+// Rows whose splits are units of their own and rows that a unit has whole: alone all are the former.
+void many_rows_equal_rows_alone(const Heads& h, int rows, int64_t positions) {
   using T = Bf16;
-  const Heads h{4, 2, 64, 16};
   CudaDevice device;
-  const int rows = 700;
-  const int64_t positions = 1200;
   const Sequence sequence = rounded_sequence<T>(h, positions, 2);
   CudaAttentionRig<T> rig(h, rows, positions, device);
   std::vector<AttentionRows> prompts, steps;
   for (int i = 0; i < rows; ++i) {
     const bool is_padding = i % 9 == 4;
-    prompts.push_back({is_padding ? nullptr : &sequence, i, 0, is_padding ? 0 : i * 1193 / rows});
+    prompts.push_back({is_padding ? nullptr : &sequence, i, 0, is_padding ? 0 : i * (positions - 7) / rows});
     steps.push_back({is_padding ? nullptr : &sequence, i, prompts.back().end, prompts.back().end + i % 4});
   }
   for (int i = 0; i < rows; i += 50) rig.run({prompts.begin() + i, prompts.begin() + i + 50});
@@ -211,10 +208,17 @@ TEST_F(CudaAttention, ManyRowsEqualRowsAlone) {
   for (int i = 0; i < rows; ++i) {
     const int64_t count = (steps[i].end - steps[i].begin) * h.width();
     if (count > 0 && i % 7 == 0) {
-      EXPECT_TRUE(same_bits(std::span(out).subspan(at, count), rig.run({steps[i]}))) << i;
+      EXPECT_TRUE(same_bits(std::span(out).subspan(at, count), rig.run({steps[i]}))) << h.size << ", row " << i;
     }
     at += count;
   }
+}
+
+// More units than blocks, and more rows than threads.
+TEST_F(CudaAttention, ManyRowsEqualRowsAlone) {
+  many_rows_equal_rows_alone({4, 2, 64, 16}, 700, 1200);
+  many_rows_equal_rows_alone({5, 1, 128, 64}, 400, 700);
+  many_rows_equal_rows_alone({4, 1, 256, 64}, 400, 700);
 }
 
 // An op that is captured and replayed with other cursors, slots and pages gives what it gives uncaptured.

@@ -3,9 +3,11 @@
 #include "replayssm/ops/attention.cuh"
 
 #include "replayssm/core/buffer.h"
+#include "replayssm/ops/attention_units.cuh"
 #include "replayssm/ops/checks.h"
 #include "replayssm/ops/launch.cuh"
 #include "replayssm/ops/norm.cuh"
+#include "replayssm/ops/ring.h"
 
 namespace replayssm {
 namespace {
@@ -47,49 +49,46 @@ __global__ __launch_bounds__(kThreads) void attention_append_kernel(const __grid
              launched.place, count);
 }
 
-// Grid: rows x max_tokens_per_row x query heads, a warp each. Puts the splits of a query together, in their order.
+constexpr int kCombinedChannels = 128;
+
+// Grid: rows x max_tokens_per_row x query heads x kCombinedChannels of a head, a warp each. Folds the splits of the
+// queries of rows that were cut, in their order.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void attention_combine_kernel(const __grid_constant__ AttentionArgs<T> args) {
   const BasicAttention<T>& attention = args.attention;
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int size = args.value_size, parts = (size + kCombinedChannels - 1) / kCombinedChannels;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  const int head = static_cast<int>(index % attention.query_heads);
-  const int token = static_cast<int>(index / attention.query_heads % attention.max_tokens_per_row);
-  const int64_t b = index / attention.query_heads / attention.max_tokens_per_row;
+  const int channel = static_cast<int>(index % parts) * kCombinedChannels + static_cast<int>(threadIdx.x % 32) * 4;
+  const int64_t row_queries = int64_t{attention.max_tokens_per_row} * attention.query_heads;
+  const int64_t query = index / parts % row_queries, b = index / parts / row_queries;
+  // Heads are multiples of 8.
+  const bool is_there = b < attention.rows.count && channel < size;
+  // The kernel before waited for those that may have written the rows.
+  AttentionRow row{};
+  if (is_there) row = attention_row(args, static_cast<int>(b));
   wait_for_previous();
   let_next_start();
-  if (b >= attention.rows.count) return;
-  const AttentionRow row = attention_row(args, static_cast<int>(b));
-  if (row.kind != AttentionKind::kLive || token >= row.tokens) return;
-  const int tokens = split_tokens(row.end(), args.group), splits = (row.end() + tokens - 1) / tokens;
-  if (splits == 1) return;
+  if (row.kind != AttentionKind::kLive || query >= int64_t{row.tokens} * attention.query_heads) return;
+  const int tokens = split_tokens(row.end(), args.attention.cache.head_size),
+            splits = (row.end() + tokens - 1) / tokens;
+  if (splits == 1 || args.is_cut[b] == 0) return;
 
-  float2 totals = make_float2(-INFINITY, 0.0f);
-  if (lane < splits) totals = args.totals[args.place(static_cast<int>(b), lane, token, head)];
-  float largest = totals.x;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
-  const float weight = exponential_of_2(totals.x - pivot_of(largest));
-  const float inverse = __fdiv_rn(1.0f, sum_lanes<32>(weight * totals.y));
-  const int size = attention.cache.head_size;
-  const float* const sums = args.sums + args.place(static_cast<int>(b), 0, token, head) * size;
-  const int64_t step = static_cast<int64_t>(attention.max_tokens_per_row) * attention.query_heads * size;
-  T* const out = attention.out + ((row.first + token) * static_cast<int64_t>(attention.query_heads) + head) * size;
-  // Two channels a lane; heads are multiples of 8.
-  for (int first = 0; first < size; first += 64) {
-    const int channel = first + lane * 2;
-    float2 sum = make_float2(0.0f, 0.0f);
+  const int64_t first = args.split_place(static_cast<int>(b), 0) + query;
+  float2 totals = args.totals[first];
+  float4 sums = *reinterpret_cast<const float4*>(args.sums + first * size + channel);
 #pragma unroll 8
-    for (int split = 0; split < splits; ++split) {
-      const float factor = __shfl_sync(0xFFFFFFFFu, weight, split);
-      if (channel >= size) continue;
-      const float2 part = *reinterpret_cast<const float2*>(sums + split * step + channel);
-      sum.x = __fmaf_rn(part.x, factor, sum.x);
-      sum.y = __fmaf_rn(part.y, factor, sum.y);
-    }
-    if (channel >= size) continue;
-    *reinterpret_cast<uint32_t*>(out + channel) = two_of(sum.x * inverse, sum.y * inverse, T());
+  for (int split = 1; split < splits; ++split) {
+    const int64_t place = first + split * row_queries;
+    const float2 others = args.totals[place];
+    const float4 part = *reinterpret_cast<const float4*>(args.sums + place * size + channel);
+    const Folding fold(totals.x, others.x);
+    totals = make_float2(fold.maximum, fold(totals.y, others.y));
+    sums = make_float4(fold(sums.x, part.x), fold(sums.y, part.y), fold(sums.z, part.z), fold(sums.w, part.w));
   }
+  const float factor = __fdiv_rn(1.0f, totals.y);
+  T* const out = attention.out + (row.first * static_cast<int64_t>(attention.query_heads) + query) * size + channel;
+  *reinterpret_cast<uint2*>(out) =
+      make_uint2(two_of(sums.x * factor, sums.y * factor, T()), two_of(sums.z * factor, sums.w * factor, T()));
 }
 
 // Floats of shared memory of the plain kernel: a query, sums of values.
@@ -178,8 +177,10 @@ __global__ __launch_bounds__(kThreads) void attention_plain_kernel(const __grid_
 
 template <typename T>
 bool has_tiled_sizes(const BasicAttention<T>& args) {
-  return sizeof(T) == 2 && args.cache.latent_size == 0 && args.cache.head_size <= kMaxTiledHead &&
-         args.cache.head_size % kPackSize == 0;
+  const BasicKvCache<T>& cache = args.cache;
+  const bool is_latent = cache.latent_size > 0;
+  return sizeof(T) == 2 && cache.head_size % kPackSize == 0 && cache.value_size() % kPackSize == 0 &&
+         cache.head_size <= (is_latent ? kMaxLatentHead : kMaxTiledHead) && cache.latent_size <= kMaxLatent;
 }
 
 template <typename T>
@@ -194,16 +195,26 @@ bool is_aligned(const BasicAttention<T>& args) {
 
 // What a decoding step on tensor cores leaves of its splits.
 struct Partials {
-  int splits = 1;
-  int64_t queries = 0;  // of all splits
+  int splits = 1;  // of a row, at most
+  float* sums = nullptr;
+  float2* totals = nullptr;
+  int32_t* is_cut = nullptr;
+  size_t bytes = 0;
 };
 template <typename T>
-Partials partials_of(const BasicAttention<T>& args) {
-  if (!has_tiled_sizes(args) || args.max_tokens_per_row > kMaxCudaTokens) return {};
+Partials partials_of(const BasicAttention<T>& args, std::byte* memory) {
+  Partials partials;
+  if (!has_tiled_sizes(args) || args.max_tokens_per_row > kMaxCudaTokens) return partials;
   const int64_t width = int64_t{args.pages.table_stride} * args.cache.page_tokens;
-  const int splits = most_splits(width, args.query_heads / args.cache.kv_heads);
-  if (splits == 1) return {};
-  return {splits, int64_t{args.rows.count} * splits * args.max_tokens_per_row * args.query_heads};
+  partials.splits = most_splits(width, args.cache.head_size);
+  if (partials.splits == 1) return partials;
+  const int64_t queries = int64_t{args.rows.count} * partials.splits * args.max_tokens_per_row * args.query_heads;
+  Carver carver(memory);
+  partials.sums = carver.take<float>(queries * args.cache.value_size());
+  partials.totals = carver.take<float2>(queries);
+  partials.is_cut = carver.take<int32_t>(args.rows.count);
+  partials.bytes = carver.bytes();
+  return partials;
 }
 
 template <typename T>
@@ -273,38 +284,58 @@ template <typename T>
 void launch_combine(const AttentionArgs<T>& args, CudaDevice& device) {
   const BasicAttention<T>& attention = args.attention;
   const int64_t queries = int64_t{attention.rows.count} * attention.max_tokens_per_row * attention.query_heads;
-  const unsigned blocks = check_blocks(kAttentionOp, ceiling_quotient(queries, kThreads / 32));
+  const int64_t warps = queries * ceiling_quotient(int64_t{args.value_size}, int64_t{kCombinedChannels});
+  const unsigned blocks = check_blocks(kAttentionOp, ceiling_quotient(warps, kThreads / 32));
   launch(kAttentionOp, attention_combine_kernel<T>, dim3(blocks), kThreads, 0, args, device, Launch::kOverlapping);
 }
 
+// How a step of sizes and alignments that tensor cores take is cut.
 template <typename T>
-void launch_tiled(AttentionArgs<T> args, std::byte* workspace, CudaDevice& device) {
+void plan_tiles(AttentionArgs<T>& args, std::byte* workspace, const CudaProperties& gpu) {
   const BasicAttention<T>& attention = args.attention;
-  if (attention.max_tokens_per_row > kMaxCudaTokens) {
-    args.tile_queries = kPromptTileQueries;
-    launch_append(args, device);
-    launch_prompt_tiles(args, device);
-    return;
-  }
-  const Partials partials = partials_of(attention);
+  const bool is_latent = attention.cache.latent_size > 0, is_prompt = attention.max_tokens_per_row > kMaxCudaTokens;
   const int64_t row_queries = int64_t{attention.max_tokens_per_row} * args.group;
+  args.tile_queries = is_latent   ? kLatentTileQueries
+                      : is_prompt ? kPromptTileQueries
+                                  : decoding_tile_queries(row_queries);
+  // Where many queries leave no room for their keys, fewer share them: a token's bits are the same.
+  while (!is_prompt && args.tile_queries > 16 && !has_room_for_stream(args, gpu)) args.tile_queries /= 2;
+  args.max_tiles = static_cast<int>(ceiling_quotient(row_queries, int64_t{args.tile_queries}));
+  if (is_prompt) return;
+  const Partials partials = partials_of(attention, workspace);
   args.max_splits = partials.splits;
-  args.totals = reinterpret_cast<float2*>(workspace);
-  args.sums = reinterpret_cast<float*>(args.totals + partials.queries);
-  args.tile_queries = decoding_tile_queries(row_queries);
+  args.sums = partials.sums;
+  args.totals = partials.totals;
+  args.is_cut = partials.is_cut;
+  args.is_folding = !is_latent;
   // Of two units with the same keys one would read what the other writes.
-  args.is_appending = row_queries <= args.tile_queries;
+  args.is_appending = args.max_tiles == 1;
+}
+
+// Whether tensor cores were given the step.
+template <typename T>
+bool launch_tiled(AttentionArgs<T> args, std::byte* workspace, CudaDevice& device) {
+  if (!has_tiled_sizes(args.attention) || !is_aligned(args.attention)) return false;
+  const CudaProperties& gpu = device.properties();
+  plan_tiles(args, workspace, gpu);
+  const bool is_prompt = args.tile_queries == kPromptTileQueries;
+  if (is_prompt ? prompt_shared_bytes(args.attention.cache.head_size) > gpu.shared_bytes_per_block
+                : !has_room_for_stream(args, gpu))
+    return false;
   if (!args.is_appending) launch_append(args, device);
-  launch_decoding_tiles(args, device);
+  if (is_prompt)
+    launch_prompt(args, device);
+  else
+    launch_stream(args, device);
   if (args.max_splits > 1) launch_combine(args, device);
+  return true;
 }
 
 }  // namespace
 
 template <typename T>
 size_t attention_workspace_bytes(const BasicAttention<T>& args) {
-  const auto queries = static_cast<size_t>(partials_of(args).queries);
-  return queries * (sizeof(float2) + args.cache.head_size * sizeof(float));
+  return partials_of(args, nullptr).bytes;
 }
 
 template <typename T>
@@ -322,11 +353,7 @@ void attention(const BasicAttention<T>& args, CudaDevice& device, std::span<std:
   launched.asked = device.counter();
   launched.fault = device.fault();
   if constexpr (!std::is_same_v<T, float>) {
-    const size_t room = device.properties().shared_bytes_per_block;
-    if (has_tiled_sizes(args) && is_aligned(args) && tile_shared_bytes(args.cache.head_size) <= room) {
-      launch_tiled(launched, workspace.data(), device);
-      return;
-    }
+    if (launch_tiled(launched, workspace.data(), device)) return;
   }
   launch_append(launched, device);
   launch_plain(launched, device);

@@ -74,11 +74,12 @@ size_t attention_workspace_bytes(int query_heads, int kv_heads, int head_size, D
 // The same on a GPU, queued on its stream. Every pointer is of device memory, those of `pages`, `rows` and token_begin
 // too, and is read when the work runs; how the work is cut follows from the sizes alone, so a captured graph serves any
 // cursors. T: float, Bf16 or Fp16; of 16-bit types the weights of the softmax are rounded to T before they meet values.
-// Fast for 16-bit types, values of their own, head sizes to 256 that are multiples of 8, and pointers and strides that
-// are multiples of 16 bytes; right whatever they are. Up to 16 tokens a row (max_tokens_per_row) are a decoding step,
-// bound by reading the cache; more are prompts, whose rows are not split over their context.
+// Fast for 16-bit types, head sizes that are multiples of 8 and at most 256, or of latent caches at most 576 with
+// latents of at most 512, pointers and strides that are multiples of 16 bytes, and GPUs whose blocks may have 99 KiB of
+// shared memory, of latent caches 160 KiB; right whatever they are. Up to 16 tokens a row (max_tokens_per_row) are a
+// decoding step, bound by reading the cache; more are prompts, whose rows are not split over their context.
 // A token's bits depend on its query, on the keys and values up to its position, on whether the step is a decoding step
-// or one of prompts, and, where the context is past 16 times 1024, on the row's length; never on other rows. A number
+// or one of prompts, and, where the context is past 4096 tokens, on the row's length; never on other rows. A number
 // that is not finite among a token's values may become a NaN in the outputs of it and later tokens.
 // A row that names positions past the page table, pages past the pool, or more tokens than there may be has NaN for
 // outputs and CudaDevice::synchronize names it; its tokens may or may not have been written.

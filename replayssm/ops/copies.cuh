@@ -26,10 +26,13 @@ __device__ inline void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(kBytes)
                : "memory");
 }
-__device__ inline void copy_chunk_async(void* shared, const void* global, bool is_there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(is_there ? 16 : 0)
+// 16 bytes, or zeros.
+__device__ inline void copy_chunk_async(uint32_t shared, const void* global, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(is_there ? 16 : 0)
                : "memory");
+}
+__device__ inline void copy_chunk_async(void* shared, const void* global, bool is_there) {
+  copy_chunk_async(shared_address(shared), global, is_there);
 }
 __device__ inline void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -49,6 +52,44 @@ __device__ inline void let_engine_see() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
+
+// Until a barrier's phase `phase`, the one that is going on or the last that ended, has ended.
+__device__ inline void wait_for_phase(uint32_t barrier, int phase) {
+  uint32_t is_there = 0;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(is_there)
+                 : "r"(barrier), "r"(phase & 1)
+                 : "memory");
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(is_there)
+                 : "r"(barrier), "r"(phase & 1)
+                 : "memory");
+#endif
+  } while (is_there == 0);
+}
+
+// A barrier in shared memory at which some threads arrive and others wait; a phase ends when all have arrived.
+class PhaseBarrier {
+ public:
+  __device__ void initialise(int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier_)), "r"(arrivals) : "memory");
+  }
+  __device__ void arrive() {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(&barrier_))
+                 : "memory");
+  }
+  // When the copies that this thread has made until now are there.
+  __device__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier_)) : "memory");
+  }
+  __device__ void wait(int phase) const { wait_for_phase(shared_address(&barrier_), phase); }
+
+ private:
+  uint64_t barrier_;
+};
 
 // Where a warp's copies are awaited, round by round; lives in shared memory. In a round the warp calls begin with the
 // bytes that copy will be given in all, then copy and, if kHasWords, copy_word_async any number of times, then end.
@@ -92,20 +133,7 @@ class Arrival {
 
   // Any threads: until round `round`, the last that has begun, is there.
   __device__ void wait(int round) const {
-    uint32_t is_there = 0;
-    do {
-#if __CUDA_ARCH__ >= 900
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                   : "=r"(is_there)
-                   : "r"(shared_address(&barrier_)), "r"(round & 1)
-                   : "memory");
-#else
-      asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                   : "=r"(is_there)
-                   : "r"(shared_address(&barrier_)), "r"(round & 1)
-                   : "memory");
-#endif
-    } while (is_there == 0);
+    wait_for_phase(shared_address(&barrier_), round);
   }
 
  private:
