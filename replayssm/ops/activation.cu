@@ -30,6 +30,17 @@ __device__ int elements_from(int64_t first, int64_t size) {
   return static_cast<int>(min(size - first, int64_t{kPackSize}));
 }
 
+// Calls use(i, first, count) for this thread's packs of a token's `size` elements.
+template <typename Op, typename Use>
+__device__ void for_packs(const ActivationArgs<Op>& launched, int64_t size, const Use& use) {
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t first = launched.pack(i) * kPackSize;
+    const int count = elements_from(first, size);
+    if (count > 0) use(i, first, count);
+  }
+}
+
 // Grid: tokens x tiles.
 template <typename T>
 __global__ __launch_bounds__(kTileThreads) void silu_product_kernel(
@@ -39,24 +50,16 @@ __global__ __launch_bounds__(kTileThreads) void silu_product_kernel(
   wait_for_previous();
   let_next_start();
   Pack<T> gates[kPacks], ups[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    const int64_t first = launched.pack(i) * kPackSize;
-    const int count = elements_from(first, args.size);
-    if (count <= 0) continue;
+  for_packs(launched, args.size, [&](int i, int64_t first, int count) {
     gates[i] = load_pack(args.gate + token * args.gate_stride + first, launched.place, count);
     ups[i] = load_pack(args.up + token * args.up_stride + first, launched.place, count);
-  }
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    const int64_t first = launched.pack(i) * kPackSize;
-    const int count = elements_from(first, args.size);
-    if (count <= 0) continue;
+  });
+  for_packs(launched, args.size, [&](int i, int64_t first, int count) {
     float values[kPackSize];
 #pragma unroll
     for (int n = 0; n < kPackSize; ++n) values[n] = silu_product(element(gates[i], n), element(ups[i], n));
     store_pack(pack_of<T>(values), args.y + token * args.y_stride + first, launched.place, count);
-  }
+  });
 }
 
 // Grid: tokens x tiles.
@@ -68,22 +71,15 @@ __global__ __launch_bounds__(kTileThreads) void relu2_kernel(
   wait_for_previous();
   let_next_start();
   Pack<T> x[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    const int64_t first = launched.pack(i) * kPackSize;
-    const int count = elements_from(first, args.size);
-    if (count > 0) x[i] = load_pack(args.x + token * args.x_stride + first, launched.place, count);
-  }
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    const int64_t first = launched.pack(i) * kPackSize;
-    const int count = elements_from(first, args.size);
-    if (count <= 0) continue;
+  for_packs(launched, args.size, [&](int i, int64_t first, int count) {
+    x[i] = load_pack(args.x + token * args.x_stride + first, launched.place, count);
+  });
+  for_packs(launched, args.size, [&](int i, int64_t first, int count) {
     float values[kPackSize];
 #pragma unroll
     for (int n = 0; n < kPackSize; ++n) values[n] = relu2(element(x[i], n));
     store_pack(pack_of<T>(values), args.y + token * args.y_stride + first, launched.place, count);
-  }
+  });
 }
 
 // Grid: tokens x tiles, of the packs of a token's heads in their order.

@@ -197,35 +197,29 @@ void linear(const BasicLinear<T, Out>& args, MatrixProducts& products) {
   if constexpr (std::is_same_v<T, Bf16>) {
     if (can_fuse(args)) return linear_few(args, parts.device);
   }
-  // As many products as there are heads or parts.
+  // As many products as there are heads or parts, each so far behind the last.
   const bool has_heads = args.heads > 1, has_parts = args.parts > 1;
-  const int64_t inputs = args.inputs / args.parts, weight_step = has_heads ? args.inputs * args.outputs : inputs;
-  const int64_t x_step = has_heads ? args.x_step : inputs;
-  ProductKey key = {.type = type_of<T>(),
-                    .out_type = type_of<Out>(),
-                    .tokens = args.tokens,
-                    .inputs = inputs,
-                    .outputs = args.outputs,
-                    .weight_stride = args.inputs,
-                    .x_stride = args.x_stride,
-                    .y_stride = args.y_stride,
-                    .weight_step = 0,
-                    .x_step = 0,
-                    .y_step = 0,
-                    .count = args.heads * args.parts,
-                    .weight_alignment = alignment_of(args.weight, {args.inputs * kSize}),
-                    .x_alignment = alignment_of(args.x, {args.x_stride * kSize}),
-                    .y_alignment = alignment_of(args.y, {args.y_stride * kOutSize}),
-                    .is_added = args.is_added};
-  if (has_heads || has_parts) {
-    key.weight_step = weight_step;
-    key.x_step = x_step;
-    key.y_step = args.y_step;
-    key.weight_alignment = alignment_of(args.weight, {args.inputs * kSize, weight_step * kSize});
-    key.x_alignment = alignment_of(args.x, {args.x_stride * kSize, x_step * kSize});
-    key.y_alignment = alignment_of(args.y, {args.y_stride * kOutSize, args.y_step * kOutSize});
-  }
-  const Product& product = parts.find(key);
+  const int64_t inputs = args.inputs / args.parts;
+  const int64_t weight_step = has_heads ? args.inputs * args.outputs : has_parts ? inputs : 0;
+  const int64_t x_step = has_heads ? args.x_step : has_parts ? inputs : 0;
+  const int64_t y_step = has_heads || has_parts ? args.y_step : 0;
+  const Product& product =
+      parts.find({.type = type_of<T>(),
+                  .out_type = type_of<Out>(),
+                  .tokens = args.tokens,
+                  .inputs = inputs,
+                  .outputs = args.outputs,
+                  .weight_stride = args.inputs,
+                  .x_stride = args.x_stride,
+                  .y_stride = args.y_stride,
+                  .weight_step = weight_step,
+                  .x_step = x_step,
+                  .y_step = y_step,
+                  .count = args.heads * args.parts,
+                  .weight_alignment = alignment_of(args.weight, {args.inputs * kSize, weight_step * kSize}),
+                  .x_alignment = alignment_of(args.x, {args.x_stride * kSize, x_step * kSize}),
+                  .y_alignment = alignment_of(args.y, {args.y_stride * kOutSize, y_step * kOutSize}),
+                  .is_added = args.is_added});
   const float one = 1.0f, beta = args.is_added ? 1.0f : 0.0f;
   check(cublasLtMatmul(parts.handle, product.operation, &one, args.weight, product.weight, args.x, product.x, &beta,
                        args.y, product.y, args.y, product.y, &product.algorithm, parts.workspace.data(),
