@@ -69,7 +69,8 @@ __global__ __launch_bounds__(kThreads) void attention_combine_kernel(const __gri
   wait_for_previous();
   let_next_start();
   if (row.kind != AttentionKind::kLive || query >= int64_t{row.tokens} * attention.query_heads) return;
-  const int splits = row_splits(args, row);
+  const int tokens = split_tokens(row.end(), args.attention.cache.head_size),
+            splits = (row.end() + tokens - 1) / tokens;
   if (splits == 1 || args.is_cut[b] == 0) return;
 
   const int64_t first = args.split_place(static_cast<int>(b), 0) + query;
@@ -85,7 +86,7 @@ __global__ __launch_bounds__(kThreads) void attention_combine_kernel(const __gri
     sums = make_float4(fold(sums.x, part.x), fold(sums.y, part.y), fold(sums.z, part.z), fold(sums.w, part.w));
   }
   const float factor = __fdiv_rn(1.0f, totals.y);
-  T* const out = attention.out + (row_place(args, row) + query) * size + channel;
+  T* const out = attention.out + (row.first * static_cast<int64_t>(attention.query_heads) + query) * size + channel;
   *reinterpret_cast<uint2*>(out) =
       make_uint2(two_of(sums.x * factor, sums.y * factor, T()), two_of(sums.z * factor, sums.w * factor, T()));
 }

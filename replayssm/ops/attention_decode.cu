@@ -290,7 +290,42 @@ struct StreamLoader {
   }
 };
 
-// What a warp that works holds: of 16 queries the sums of its share of the channels.
+// What has been summed of a run of keys, by a lane for two queries.
+template <int kSums>
+struct Run {
+  float sums[kSums][4];
+  float maximum[2], total[2];  // total: of this lane's keys, or of all
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      maximum[i] = -INFINITY;
+      total[i] = 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kSums; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+  }
+
+  // This run, and then the next.
+  __device__ void fold(const Run& next) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Folding fold(maximum[i], next.maximum[i]);
+      maximum[i] = fold.maximum;
+      total[i] = fold(total[i], next.total[i]);
+#pragma unroll
+      for (int n = 0; n < kSums; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          sums[n][2 * i + half] = fold(sums[n][2 * i + half], next.sums[n][2 * i + half]);
+    }
+  }
+};
+
+// What a warp that works holds: of 16 queries the sums of its share of the channels. In a product's layout a lane has
+// two of its rows, lane / 4 and 8 more, and of each 8 columns two from lane % 4 * 2 on.
 template <typename T, typename Shape>
 struct StreamWorker {
   static constexpr int kSums = Shape::kChannels / 8;
@@ -336,10 +371,11 @@ struct StreamWorker {
     int split_end = unit.begin + split_tokens;
     bool is_first_settled = true;
     for (int begin = unit.begin; begin < end; begin += Shape::kTile) {
+      const int key_plane = ring.at;
       board.full[ring.at].wait(ring.round);
       float* const scores = memory.scores + step % 2 * Shape::kScores + query_warp * 16 * Shape::kScoreStride;
       const bool is_masked = begin + Shape::kTile > first_position + 1;
-      score(queries, memory.planes + ring.at * Shape::kPlaneBytes, begin, is_masked, scores);
+      score(queries, memory.planes + key_plane * Shape::kPlaneBytes, begin, is_masked, scores);
       if constexpr (!Shape::kIsLatent) {
         arrive_together(board.empty[ring.at]);
         ring.advance(planes);
@@ -353,7 +389,7 @@ struct StreamWorker {
         settle(on_board, memory.first + values, begin, is_first_settled);
         is_first_settled = false;
       }
-      current.template add_values<Shape::kRowBytes, T>(memory.planes + values, slice * kSums, weights);
+      add_values(memory.planes + values, weights);
       arrive_together(board.empty[ring.at]);
       ring.advance(planes);
       ++step;
@@ -433,7 +469,7 @@ struct StreamWorker {
     }
   }
 
-  // Makes weights of the scores that the warps of these queries have shown.
+  // Scores become weights relative to the new maximum, and what was summed is made so too.
   __device__ void soften(const float* scores, float (&weights)[kWeights][4]) {
     float largest[2] = {current.maximum[0], current.maximum[1]};
 #pragma unroll
@@ -446,7 +482,27 @@ struct StreamWorker {
         weights[n][2 * i + 1] = pair.y;
         largest[i] = fmaxf(largest[i], fmaxf(pair.x, pair.y));
       }
-    current.soften(weights, largest);
+    float factor[2], pivot[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = quad_max(largest[i]);
+      pivot[i] = pivot_of(largest[i]);
+      factor[i] = exponential_of_2(current.maximum[i] - pivot[i]);
+      current.maximum[i] = largest[i];
+      current.total[i] = current.total[i] * factor[i];
+    }
+#pragma unroll
+    for (int n = 0; n < kWeights; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weights[n][i] = exponential_of_2(weights[n][i] - pivot[i / 2]);
+        current.total[i / 2] = current.total[i / 2] + weights[n][i];
+      }
+    if (!__any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < kSums; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) current.sums[n][i] = current.sums[n][i] * factor[i / 2];
   }
 
   // All workers together: in a latent cache other warps may still be scoring the plane that changes.
@@ -461,6 +517,25 @@ struct StreamWorker {
                                                Shape::kWorkers))
       on_board.has_bad = 1;
     meet(kWorkerBarrier, Shape::kWorkers);
+  }
+
+  __device__ void add_values(uint32_t values, const float (&weights)[kWeights][4]) {
+    const uint32_t row = values + lane % 16 * Shape::kRowBytes;
+    const int chunk = lane / 16 ^ lane % 8;
+#pragma unroll
+    for (int k = 0; k < Shape::kTile / 16; ++k) {
+      const float(&low)[4] = weights[2 * k];
+      const float(&high)[4] = weights[2 * k + 1];
+      const uint32_t a[4] = {two_of(low[0], low[1], T()), two_of(low[2], low[3], T()), two_of(high[0], high[1], T()),
+                             two_of(high[2], high[3], T())};
+#pragma unroll
+      for (int n = 0; n < kSums; n += 2) {
+        uint32_t b[4];
+        load_transposed(b, row + k * 16 * Shape::kRowBytes + (chunk ^ slice * kSums + n) * 16);
+        multiply_add(current.sums[n], a, b[0], b[1], T());
+        multiply_add(current.sums[n + 1], a, b[2], b[3], T());
+      }
+    }
   }
 
   // Outputs, or what is left of a split.
@@ -555,31 +630,36 @@ void launch_shape(const AttentionArgs<T>& args, CudaDevice& device) {
          StreamArgs<T>{args, planes}, device, Launch::kOverlapping);
 }
 
-// Calls `use` with the shape of a block for a step's heads.
-template <typename T, typename Use>
-auto with_shape(const AttentionArgs<T>& args, const Use& use) {
-  const BasicKvCache<T>& cache = args.attention.cache;
+// Calls `use` with the shape of a block for these heads.
+template <typename Use>
+auto with_shape(int head_size, bool is_latent, int tile_queries, const Use& use) {
   const auto with_queries = [&]<int kSize>(std::integral_constant<int, kSize>) {
-    if (args.tile_queries == 16) return use(StreamShape<kSize, kSize, false, 1, 2>());
-    if (args.tile_queries == 32) return use(StreamShape<kSize, kSize, false, 2, 1>());
+    if (tile_queries == 16) return use(StreamShape<kSize, kSize, false, 1, 2>());
+    if (tile_queries == 32) return use(StreamShape<kSize, kSize, false, 2, 1>());
     return use(StreamShape<kSize, kSize, false, 4, 1>());
   };
-  if (cache.latent_size > 0) return use(StreamShape<kMaxLatentHead, kMaxLatent, true, 2, 1>());
-  if (cache.head_size <= 64) return with_queries(std::integral_constant<int, 64>());
-  if (cache.head_size <= 128) return with_queries(std::integral_constant<int, 128>());
+  if (is_latent) return use(StreamShape<kMaxLatentHead, kMaxLatent, true, 2, 1>());
+  if (head_size <= 64) return with_queries(std::integral_constant<int, 64>());
+  if (head_size <= 128) return with_queries(std::integral_constant<int, 128>());
   return with_queries(std::integral_constant<int, kMaxTiledHead>());
+}
+
+template <typename T, typename Use>
+auto with_shape_of(const AttentionArgs<T>& args, const Use& use) {
+  const BasicKvCache<T>& cache = args.attention.cache;
+  return with_shape(cache.head_size, cache.latent_size > 0, args.tile_queries, use);
 }
 
 }  // namespace
 
 template <typename T>
 bool has_room_for_stream(const AttentionArgs<T>& args, const CudaProperties& gpu) {
-  return with_shape(args, [&](auto shape) { return planes_of<decltype(shape)>(gpu) > 0; });
+  return with_shape_of(args, [&](auto shape) { return planes_of<decltype(shape)>(gpu) > 0; });
 }
 
 template <typename T>
 void launch_stream(const AttentionArgs<T>& args, CudaDevice& device) {
-  with_shape(args, [&](auto shape) { launch_shape<decltype(shape)>(args, device); });
+  with_shape_of(args, [&](auto shape) { launch_shape<decltype(shape)>(args, device); });
 }
 
 template bool has_room_for_stream(const AttentionArgs<Bf16>&, const CudaProperties&);

@@ -99,7 +99,8 @@ struct PromptWork {
   }
 };
 
-// What a warp holds: 16 queries and what has been summed for them.
+// What a warp holds: 16 queries and what has been summed for them. In a product's layout a lane has two of its rows,
+// lane / 4 and 8 more, and of each 8 columns two from lane % 4 * 2 on.
 template <typename T, typename Shape>
 struct PromptWarp {
   using Work = PromptWork<T, Shape>;
@@ -110,7 +111,8 @@ struct PromptWarp {
   const int warp = static_cast<int>(threadIdx.x / 32);
   int position[2];  // the last that it sees
   uint32_t held[Shape::kHoldsQueries ? Shape::kSize / 16 : 1][4];
-  Run<kSums> run;
+  float sums[kSums][4];
+  float maximum[2], total[2];
 
   __device__ explicit PromptWarp(const Work& work) {
     const AttentionUnit& unit = work.board.unit;
@@ -118,8 +120,13 @@ struct PromptWarp {
     for (int i = 0; i < 2; ++i) {
       const int there = min(query(i), unit.queries - 1);
       position[i] = unit.row.start + (unit.first_query + there) / work.args.group;
+      maximum[i] = -INFINITY;
+      total[i] = 0.0f;
     }
-    run.clear();
+#pragma unroll
+    for (int n = 0; n < kSums; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
     if constexpr (Shape::kHoldsQueries) {
       const int size = work.args.attention.cache.head_size;
 #pragma unroll
@@ -171,12 +178,12 @@ struct PromptWarp {
     }
   }
 
-  // Makes weights of scores.
+  // Scores become weights relative to the new maximum, and what was summed is made so too.
   __device__ void soften(const Work& work, int tile, float (&scores)[kScores][4]) {
     const int tile_begin = tile * Shape::kTile;
     const bool is_masked = tile_begin + Shape::kTile > work.board.unit.first_position + 1;
     const int key = tile_begin + lane % 4 * 2;
-    float largest[2] = {run.maximum[0], run.maximum[1]};
+    float largest[2] = {maximum[0], maximum[1]};
 #pragma unroll
     for (int n = 0; n < kScores; ++n)
 #pragma unroll
@@ -185,14 +192,53 @@ struct PromptWarp {
         if (is_masked && key + n * 8 + i % 2 > position[i / 2]) scores[n][i] = -INFINITY;
         largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
       }
-    run.soften(scores, largest);
+    float factor[2], pivot[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = quad_max(largest[i]);
+      pivot[i] = pivot_of(largest[i]);
+      factor[i] = exponential_of_2(maximum[i] - pivot[i]);
+      maximum[i] = largest[i];
+      total[i] = total[i] * factor[i];
+    }
+#pragma unroll
+    for (int n = 0; n < kScores; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] = exponential_of_2(scores[n][i] - pivot[i / 2]);
+        total[i / 2] = total[i / 2] + scores[n][i];
+      }
+    if (!__any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < kSums; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[n][i] = sums[n][i] * factor[i / 2];
+  }
+
+  __device__ void add_values(const Work& work, int tile, const float (&weights)[kScores][4]) {
+    const uint32_t values = shared_address(work.memory.values(tile)) + lane % 16 * Shape::kRowBytes;
+    const int chunk = lane / 16 ^ lane % 8;
+#pragma unroll
+    for (int k = 0; k < Shape::kTile / 16; ++k) {
+      const float(&low)[4] = weights[2 * k];
+      const float(&high)[4] = weights[2 * k + 1];
+      const uint32_t a[4] = {two_of(low[0], low[1], T()), two_of(low[2], low[3], T()), two_of(high[0], high[1], T()),
+                             two_of(high[2], high[3], T())};
+#pragma unroll
+      for (int n = 0; n < kSums; n += 2) {
+        uint32_t b[4];
+        load_transposed(b, values + k * 16 * Shape::kRowBytes + (chunk ^ n) * 16);
+        multiply_add(sums[n], a, b[0], b[1], T());
+        multiply_add(sums[n + 1], a, b[2], b[3], T());
+      }
+    }
   }
 
   __device__ void look_at(const Work& work, int tile) {
     float scores[kScores][4];
     score(work, tile, scores);
     soften(work, tile, scores);
-    run.template add_values<Shape::kRowBytes, T>(shared_address(work.memory.values(tile)), 0, scores);
+    add_values(work, tile, scores);
   }
 
   __device__ void store(const Work& work) {
@@ -201,16 +247,16 @@ struct PromptWarp {
     const bool is_outside = work.board.is_outside != 0, has_bad = work.board.has_bad != 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      run.total[i] = quad_sum(run.total[i]);
+      total[i] = quad_sum(total[i]);
       if (query(i) >= unit.queries) continue;
       T* const out =
           work.args.attention.out + (row_place(work.args, unit.row) + query_place(work.args, unit, query(i))) * size;
-      const float factor = __fdiv_rn(1.0f, run.total[i]);
+      const float factor = __fdiv_rn(1.0f, total[i]);
 #pragma unroll
       for (int n = 0; n < kSums; ++n) {
         const int channel = n * 8 + lane % 4 * 2;
         if (channel >= size) continue;
-        float2 value = make_float2(run.sums[n][2 * i] * factor, run.sums[n][2 * i + 1] * factor);
+        float2 value = make_float2(sums[n][2 * i] * factor, sums[n][2 * i + 1] * factor);
         const int seen = position[i] - unit.first_position;
         if (is_outside || (has_bad && work.memory.bad[channel] <= seen)) value.x = NAN;
         if (is_outside || (has_bad && work.memory.bad[channel + 1] <= seen)) value.y = NAN;

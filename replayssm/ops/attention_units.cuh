@@ -6,15 +6,14 @@
 #include "replayssm/ops/attention.cuh"
 #include "replayssm/ops/pack.cuh"
 #include "replayssm/ops/scan.cuh"
-#include "replayssm/ops/tensor_cores.cuh"
 
 namespace replayssm {
 
 struct AttentionUnit {
   int b, head;
   AttentionRow row;
-  int split;        // the first of the row's splits that it has
-  bool is_partial;  // it has one of several
+  int split, splits;  // the first of the row's splits that it has; how many there are
+  bool is_partial;    // it has one of several
   int split_tokens;
   int first_query, queries;        // of the row's tokens * group
   int first_position, begin, end;  // of the first query; of the keys
@@ -125,10 +124,11 @@ struct AttentionUnits {
     unit.head = head;
     unit.row = attention_row(args, b);
     if (unit.row.kind != AttentionKind::kLive) return unit;
-    const int splits = row_splits(args, unit.row);
-    unit.is_partial = !is_whole && splits > 1;
-    unit.split_tokens = splits == 1 ? unit.row.end() : split_tokens(unit.row.end(), args.attention.cache.head_size);
-    const int units = unit.is_partial ? splits : 1;
+    unit.splits = row_splits(args, unit.row);
+    unit.is_partial = !is_whole && unit.splits > 1;
+    unit.split_tokens =
+        unit.splits == 1 ? unit.row.end() : split_tokens(unit.row.end(), args.attention.cache.head_size);
+    const int units = unit.is_partial ? unit.splits : 1;
     unit.split = index % units;
     unit.first_query = (row_tiles(args, unit.row) - 1 - index / units) * args.tile_queries;
     unit.queries = min(args.tile_queries, unit.row.tokens * args.group - unit.first_query);
@@ -214,91 +214,6 @@ __device__ inline bool has_bad_number(uint32_t word, Bf16) {
 __device__ inline bool has_bad_number(uint32_t word, Fp16) {
   return (word & 0x7C00u) == 0x7C00u || (word & 0x7C000000u) == 0x7C000000u;
 }
-
-// What has been summed of a run of keys, by a lane for two queries. In a product's layout a lane has two of its rows,
-// lane / 4 and 8 more, and of each 8 columns two from lane % 4 * 2 on.
-template <int kSums>
-struct Run {
-  float sums[kSums][4];
-  float maximum[2], total[2];  // total: of this lane's keys, or of all
-
-  __device__ void clear() {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      maximum[i] = -INFINITY;
-      total[i] = 0.0f;
-    }
-#pragma unroll
-    for (int n = 0; n < kSums; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-  }
-
-  // Scores become weights relative to the new maximum, and what was summed is made so too. `largest`: of this lane's
-  // scores and the maximum until now.
-  template <int kScores>
-  __device__ void soften(float (&scores)[kScores][4], float (&largest)[2]) {
-    float factor[2], pivot[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      largest[i] = quad_max(largest[i]);
-      pivot[i] = pivot_of(largest[i]);
-      factor[i] = exponential_of_2(maximum[i] - pivot[i]);
-      maximum[i] = largest[i];
-      total[i] = total[i] * factor[i];
-    }
-#pragma unroll
-    for (int n = 0; n < kScores; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[n][i] = exponential_of_2(scores[n][i] - pivot[i / 2]);
-        total[i / 2] = total[i / 2] + scores[n][i];
-      }
-    if (!__any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) return;
-#pragma unroll
-    for (int n = 0; n < kSums; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = sums[n][i] * factor[i / 2];
-  }
-
-  // Adds weighted values: of a plane at this address of shared memory the channels from chunk `first_chunk`, an even
-  // one, on.
-  template <int kRowBytes, typename T, int kWeights>
-  __device__ void add_values(uint32_t plane, int first_chunk, const float (&weights)[kWeights][4]) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const uint32_t row = plane + lane % 16 * kRowBytes;
-    const int chunk = lane / 16 ^ lane % 8;
-#pragma unroll
-    for (int k = 0; k < kWeights / 2; ++k) {
-      const float(&low)[4] = weights[2 * k];
-      const float(&high)[4] = weights[2 * k + 1];
-      const uint32_t a[4] = {two_of(low[0], low[1], T()), two_of(low[2], low[3], T()), two_of(high[0], high[1], T()),
-                             two_of(high[2], high[3], T())};
-#pragma unroll
-      for (int n = 0; n < kSums; n += 2) {
-        uint32_t b[4];
-        load_transposed(b, row + k * 16 * kRowBytes + (chunk ^ first_chunk + n) * 16);
-        multiply_add(sums[n], a, b[0], b[1], T());
-        multiply_add(sums[n + 1], a, b[2], b[3], T());
-      }
-    }
-  }
-
-  // This run, and then the next.
-  __device__ void fold(const Run& next) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Folding fold(maximum[i], next.maximum[i]);
-      maximum[i] = fold.maximum;
-      total[i] = fold(total[i], next.total[i]);
-#pragma unroll
-      for (int n = 0; n < kSums; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          sums[n][2 * i + half] = fold(sums[n][2 * i + half], next.sums[n][2 * i + half]);
-    }
-  }
-};
 
 inline constexpr int kNoBad = 255;  // past the tokens of any unit
 
