@@ -64,8 +64,8 @@ class CudaDelta {
   std::string plan(const StateRows& rows, int tokens_per_row, std::optional<Readout> readout,
                    CudaDevice& device) const {
     if (!readout) return describe(DecodePlan{});
-    return describe(
-        plan_decode(state_.shape, rows.count, state_.window, tokens_per_row, sizeof(T), device.properties()));
+    return describe(plan_decode(state_.shape, rows.count, state_.window, tokens_per_row, sizeof(T), state_.form,
+                                device.properties()));
   }
 
   std::string prefill_plan(int sequences, CudaDevice& device) const {

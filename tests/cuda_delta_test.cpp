@@ -77,28 +77,32 @@ TEST_F(CudaDelta, StridesAndSeparateCheckpoints) {
 
 // A key or a query whose squares overflow is normalised to zero, however it is read out.
 template <typename Family>
-void large_tokens_stay_finite(float large) {
-  const DeltaShape shape = Family::shape(4, 2, 64, 16);
+void large_tokens_stay_finite(float large, int key_size, int tokens) {
+  const DeltaShape shape = Family::shape(4, 2, key_size, 16);
   CudaDevice device;
   std::mt19937_64 random(52);
-  typename Family::Rig rig(shape, 1, 8, 4, device);
-  for (int step = 0; step < 5; ++step) {
-    typename Family::Inputs inputs(shape, 4, random);
-    for (int t : {0, 2})
-      for (int i = 0; i < 2 * 64; ++i) {
-        if (step % 3 != 0) inputs.k[t * 2 * 64 + i] = i % 2 == 0 ? large : -large;
-        if (step % 3 != 1) inputs.q[t * 2 * 64 + i] = large;
+  typename Family::Rig rig(shape, 1, 8, tokens, device);
+  for (int step = 0; step < 6; ++step) {
+    typename Family::Inputs inputs(shape, tokens, random);
+    for (int t = 0; t < tokens; t += 2)
+      for (int i = 0; i < 2 * key_size; ++i) {
+        if (step % 3 != 0) inputs.k[t * 2 * key_size + i] = i % 2 == 0 ? large : -large;
+        if (step % 3 != 1) inputs.q[t * 2 * key_size + i] = large;
       }
-    EXPECT_TRUE(is_finite(rig.decode({0}, 4, inputs.tokens(), step < 3 ? Readout::kDirect : Readout::kExact))) << step;
-    rig.commit(0, 3);
+    EXPECT_TRUE(is_finite(rig.decode({0}, tokens, inputs.tokens(), step < 4 ? Readout::kDirect : Readout::kExact)))
+        << step;
+    rig.commit(0, std::max(1, tokens - 1));
   }
 }
 
 TEST_F(CudaDelta, LargeTokensStayFinite) {
-  large_tokens_stay_finite<CudaGdnFamily>(3e38f);
-  large_tokens_stay_finite<CudaKdaFamily>(3e38f);
-  large_tokens_stay_finite<CudaDeltaFamily<false, Bf16>>(3e38f);
-  large_tokens_stay_finite<CudaDeltaFamily<true, Bf16>>(1e25f);
+  for (const int key_size : {64, 128})
+    for (const int tokens : {1, 4}) {
+      large_tokens_stay_finite<CudaGdnFamily>(3e38f, key_size, tokens);
+      large_tokens_stay_finite<CudaKdaFamily>(3e38f, key_size, tokens);
+      large_tokens_stay_finite<CudaDeltaFamily<false, Bf16>>(3e38f, key_size, tokens);
+      large_tokens_stay_finite<CudaDeltaFamily<true, Bf16>>(1e25f, key_size, tokens);
+    }
 }
 
 TEST_F(CudaDelta, RefusesTokensThatTheContractForbids) {

@@ -31,6 +31,9 @@ void expect_sound(const ReplaySizes& sizes, const CudaProperties& gpu) {
   const int parts = (sizes.values + plan.unit_values - 1) / plan.unit_values;
   EXPECT_EQ(plan.units, int64_t{sizes.rows} * sizes.heads * parts);
   EXPECT_EQ(plan.records, sizes.window + sizes.tokens_per_row);
+  EXPECT_GT(plan.places, kLead);
+  EXPECT_GE(plan.key_places, 1);
+  EXPECT_LE(plan.key_places, kLead) << "a walk's keys stay until it is done";
 }
 
 TEST(ReplayPlan, IsSoundForEverySize) {
@@ -42,8 +45,9 @@ TEST(ReplayPlan, IsSoundForEverySize) {
             for (int rows : {1, 8, 256})
               for (int element_bytes : {2, 4})
                 for (int gate_size : {1, key_size})
-                  if (tokens <= window)
-                    expect_sound({rows, 32, values, key_size, window, tokens, element_bytes, gate_size}, gpu);
+                  for (const CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes})
+                    if (tokens <= window)
+                      expect_sound({rows, 32, values, key_size, window, tokens, element_bytes, gate_size, form}, gpu);
 }
 
 // At a serving batch a block has a whole head, where two have room.
@@ -52,6 +56,7 @@ TEST(ReplayPlan, HasWholeHeadsAtServingBatches) {
   EXPECT_EQ(plan.unit_values, 128);
   EXPECT_EQ(plan.blocks, 2);
   EXPECT_EQ(plan_replay({256, 32, 128, 128, 8, 1, 2, 128}, kHopper).blocks, 2) << "with a gate a channel";
+  EXPECT_EQ(plan_replay({256, 32, 128, 128, 16, 4, 2, 1, CheckpointForm::kPlanes}, kHopper).blocks, 2) << "four tokens";
 }
 
 // Few heads are cut so that all multiprocessors have work.
@@ -64,21 +69,24 @@ TEST(ReplayPlan, SpreadsFewHeads) {
 TEST(DecodePlan, ChoosesThePath) {
   constexpr int rows = 256;
   const auto path = [&](int gate_size, int window, int tokens, int element_bytes) {
-    return plan_decode(DeltaShape{32, 32, 128, 128, gate_size}, rows, window, tokens, element_bytes, kHopper).path;
+    return plan_decode(DeltaShape{32, 32, 128, 128, gate_size}, rows, window, tokens, element_bytes,
+                       CheckpointForm::kWords, kHopper)
+        .path;
   };
   EXPECT_EQ(path(1, 16, 1, 2), DecodePath::kReplay);
   EXPECT_EQ(path(128, 16, 1, 2), DecodePath::kReplay);
   EXPECT_EQ(path(1, 48, 16, 4), DecodePath::kReplay);
   EXPECT_EQ(path(128, 48, 16, 4), DecodePath::kRecurrence) << "records of 1.5 KiB have no room";
-  EXPECT_EQ(plan_decode(Mamba2Shape{128, 8, 64, 128}, rows, 16, 1, 2, kHopper).path, DecodePath::kReplay);
+  EXPECT_EQ(plan_decode(Mamba2Shape{128, 8, 64, 128}, rows, 16, 1, 2, CheckpointForm::kWords, kHopper).path,
+            DecodePath::kReplay);
 }
 
 TEST(DecodePlan, DescribesItselfInOneLine) {
   constexpr int rows = 256;
   for (int gate_size : {1, 128})
     for (int tokens : {1, 16}) {
-      const std::string text =
-          describe(plan_decode(DeltaShape{32, 32, 128, 128, gate_size}, rows, 48, tokens, 4, kHopper));
+      const std::string text = describe(
+          plan_decode(DeltaShape{32, 32, 128, 128, gate_size}, rows, 48, tokens, 4, CheckpointForm::kWords, kHopper));
       EXPECT_FALSE(text.empty());
       EXPECT_EQ(text.find('\n'), std::string::npos);
     }

@@ -407,7 +407,7 @@ void delta_decode(const BasicDeltaDecode<T, Out>& args, CudaDevice& device, std:
   check_cuda_window("delta_decode", args.state.window, args.tokens_per_row);
   check_tokens("delta_decode", args.state.shape, args.tokens, args.out);
   const DecodePlan plan = plan_decode(args.state.shape, args.rows.count, args.state.window, args.tokens_per_row,
-                                      sizeof(T), device.properties());
+                                      sizeof(T), args.state.form, device.properties());
   if (plan.path == DecodePath::kReplay) {
     const ReplayArgs<T> replay = replay_args(args, plan.replay, device);
     if (args.state.shape.gate_size > 1) return launch_replay<Recurrence::kDeltaPerChannel>(replay, device);

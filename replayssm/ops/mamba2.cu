@@ -335,7 +335,7 @@ void mamba2_decode(const BasicMamba2Decode<T, Out>& args, CudaDevice& device, st
   check_cuda_window("mamba2_decode", args.state.window, args.tokens_per_row);
   check_tokens("mamba2_decode", args.state.shape, args.tokens, args.heads, args.out);
   const DecodePlan plan = plan_decode(args.state.shape, args.rows.count, args.state.window, args.tokens_per_row,
-                                      sizeof(T), device.properties());
+                                      sizeof(T), args.state.form, device.properties());
   if (plan.path == DecodePath::kReplay)
     return launch_replay<Recurrence::kMamba2>(replay_args(args, plan.replay, device), device);
   // What has no room there is read out exactly, whatever was asked for.

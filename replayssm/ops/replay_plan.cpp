@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "replayssm/ops/tiles.h"
 
@@ -18,7 +19,7 @@ int blocks_with_room(int bytes, int warps, const CudaProperties& gpu) {
   return std::min(static_cast<int>(gpu.shared_bytes_per_multiprocessor) / (bytes + kReservedBytes), kMostWarps / warps);
 }
 
-ReplayShared share_memory(const ReplaySizes& sizes, int unit_values, int raw_places) {
+ReplayShared share_memory(const ReplaySizes& sizes, int unit_values, int places, int key_places) {
   ReplayShared shared;
   const auto take = [&](int64_t bytes) {
     const int at = shared.bytes;
@@ -28,16 +29,16 @@ ReplayShared share_memory(const ReplaySizes& sizes, int unit_values, int raw_pla
   const int64_t element = sizes.element_bytes, number = sizeof(float);
   const int64_t keys = sizes.key_size <= 64 ? 64 : 128, tokens = sizes.tokens_per_row, records = sizes.window + tokens;
   take(number * keys * unit_values);
-  shared.raw_places = raw_places;
-  shared.raw_keys = take(element * raw_places * records * keys);
-  shared.raw_queries = take(element * raw_places * tokens * keys);
-  shared.decays = take(sizes.gate_size > 1 ? number * 3 * records * keys : 0);
-  shared.keys = take(number * records * keys);
-  shared.queries = take(number * 2 * tokens * keys);
-  shared.weights = take(number * 2 * tokens * records);
-  shared.values = take(element * 3 * records * unit_values);
-  shared.gates = take(number * 3 * 3 * records);
+  shared.raw_keys = take(element * kLead * records * keys);
+  shared.raw_queries = take(element * kLead * tokens * keys);
+  shared.decays = take(sizes.gate_size > 1 ? number * places * records * keys : 0);
+  shared.keys = take(number * key_places * records * keys);
+  shared.queries = take((sizes.form == CheckpointForm::kWords ? 4 : 6) * places * tokens * keys);
+  shared.weights = take(number * places * tokens * sizes.window);
+  shared.values = take(element * places * records * unit_values);
+  shared.gates = take(number * places * 3 * records);
   shared.schedule = take(kReplayScheduleBytes);
+  if (tokens == 1 && sizes.rows <= 32 * kArrangedWords) shared.order = take(kRowOrderBytes);
   return shared;
 }
 
@@ -53,11 +54,13 @@ ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
     plan.warps = values / kSliceRows;
     plan.records = sizes.window + sizes.tokens_per_row;
     plan.units = static_cast<uint32_t>(int64_t{sizes.rows} * sizes.heads * ceiling_quotient(sizes.values, values));
-    // A third place lets records be fetched while others are converted. It is not worth a block.
-    for (const int raw_places : {2, 3}) {
-      const ReplayShared shared = share_memory(sizes, values, raw_places);
+    // One place more than a lead needs, and keys' places for two walks, are not worth a block.
+    for (const auto& [places, key_places] : {std::pair(kLead + 1, 1), {kLead + 2, 1}, {kLead + 2, 2}}) {
+      const ReplayShared shared = share_memory(sizes, values, places, key_places);
       const int blocks = blocks_with_room(shared.bytes, plan.warps, gpu);
       if (blocks < plan.blocks) continue;
+      plan.places = places;
+      plan.key_places = key_places;
       plan.shared = shared;
       plan.blocks = blocks;
     }
@@ -79,25 +82,28 @@ ReplayPlan plan_replay(const ReplaySizes& sizes, const CudaProperties& gpu) {
 }
 
 DecodePlan plan_decode(const DeltaShape& shape, int rows, int window, int tokens_per_row, int element_bytes,
-                       const CudaProperties& gpu) {
-  const ReplayPlan replay = plan_replay(
-      {rows, shape.heads, shape.value_size, shape.key_size, window, tokens_per_row, element_bytes, shape.gate_size},
-      gpu);
+                       CheckpointForm form, const CudaProperties& gpu) {
+  const ReplayPlan replay = plan_replay({rows, shape.heads, shape.value_size, shape.key_size, window, tokens_per_row,
+                                         element_bytes, shape.gate_size, form},
+                                        gpu);
   return {replay.blocks > 0 ? DecodePath::kReplay : DecodePath::kRecurrence, replay};
 }
 
 DecodePlan plan_decode(const Mamba2Shape& shape, int rows, int window, int tokens_per_row, int element_bytes,
-                       const CudaProperties& gpu) {
-  const ReplayPlan replay =
-      plan_replay({rows, shape.heads, shape.head_size, shape.state_size, window, tokens_per_row, element_bytes}, gpu);
+                       CheckpointForm form, const CudaProperties& gpu) {
+  const ReplayPlan replay = plan_replay(
+      {rows, shape.heads, shape.head_size, shape.state_size, window, tokens_per_row, element_bytes, 1, form}, gpu);
   return {replay.blocks > 0 ? DecodePath::kReplay : DecodePath::kRecurrence, replay};
 }
 
 std::string describe(const DecodePlan& plan) {
   if (plan.path == DecodePath::kRecurrence) return "a warp for each slice of 16 rows";
   const ReplayPlan& replay = plan.replay;
-  return fmt::format("{} units of up to {} rows; blocks that stay, of {} warps, {:.1f} KiB, up to {} a multiprocessor",
-                     replay.units, replay.unit_values, replay.warps, replay.shared.bytes / 1024.0, replay.blocks);
+  return fmt::format(
+      "{} units of up to {} rows; blocks that stay, of {} warps, {:.1f} KiB, up to {} a multiprocessor; "
+      "places for {} units and the keys of {} walks",
+      replay.units, replay.unit_values, replay.warps, replay.shared.bytes / 1024.0, replay.blocks, replay.places,
+      replay.key_places);
 }
 
 }  // namespace replayssm

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "replayssm/ops/recurrence_args.h"
+#include "replayssm/ops/replay_order.cuh"
 #include "replayssm/ops/replay_plan.h"
 #include "replayssm/ops/slices.cuh"
 
@@ -22,45 +23,76 @@ struct Divisor {
   }
 };
 
+// A row's numbers, as words of the arrays that have them: base has two.
+enum RowWord { kBaseWord, kSlotWord = 2, kHistoryWord, kInWord, kOutWord, kLimitWord, kRowWords };
+struct RowWords {
+  int32_t words[kRowWords];
+};
+
 template <typename T>
 struct ReplayArgs : RecurrenceArgs<T> {
   Readout readout = Readout::kExact;
   int tokens = 0;  // of a row
   ReplayPlan plan;
-  Divisor by_row, by_part, by_share;  // units of a row and of a head, heads of a key head
-  uint32_t* asked = nullptr;  // counts the units asked for beyond each block's first kAhead; null if there are no more
+  const int32_t* row_words[kRowWords] = {};  // of rows; flush_limit's may be null
+  Divisor by_row, by_part, by_share;         // units of a row and of a head, heads of a key head
+  // Counts the units asked for beyond those that each block knows; null if there are no more.
+  uint32_t* asked = nullptr;
+  int first_arranged_row = -1;  // the rows from here on may be taken in another order; negative: none
 };
 
 enum class UnitKind { kNone, kPadding, kOutside, kDirect, kWalk };
 
 // A unit as its block finds it in shared memory.
-enum UnitOffset { kRowsIn, kRowsOut, kHeadRecords, kKeyHeadRecords, kFirstOut, kOffsets };
+enum UnitOffset { kSliceIn, kRowsOut, kHeadRecords, kKeyHeadRecords, kFirstOut, kOffsets };
 struct ReplayUnit {
   UnitKind kind;
   int row, head, key_head, first_value, values, history, start;
+  int place, raw_place;  // in shared memory, of those that units have in turn; raw: of records as they come
+  int walks;             // of the block's units before
+  int key_place;         // of those for converted keys; a walk's
   bool will_flush;
-  // Rows before the head's, in the checkpoints; records before its rings and its key head's; outputs before its first.
+  // Bytes before its first slice's words, or upper halves, in the checkpoints it is read from; rows before its head's
+  // in those it is written to; records before its rings and its key head's; outputs before its first.
   int64_t offset[kOffsets];
 };
 
-// A row's numbers as the arrays have them.
-struct RowWords {
-  int64_t base;
-  int32_t slot, history, checkpoint_in, checkpoint_out;
-};
-
-// A block's units, by their index in turn. Of the first kAhead a block knows the numbers without asking.
-constexpr int kAhead = 4;
+// A block's units, by their index in turn, and when what is theirs is there: phase index / kUnits of barrier index %
+// kUnits. No warp is so far ahead of another that a phase could be over twice. Walks' conversions likewise, by their
+// own count.
 constexpr int kUnits = 8;
-static_assert(kUnits > kAhead + 1);
+constexpr int kConverted = 4;
+constexpr int kRowTurns = kLead + 2;
 struct ReplaySchedule {
-  uint32_t number[kUnits];
-  RowWords row[kUnits];
-  int32_t flush_limit[kUnits];  // of the same rows, if they have any
+  // Of units to be derived, whose first are made without that.
+  uint32_t number[kRowTurns];
+  RowWords row[kRowTurns];
+  PhaseBarrier rows_there[kRowTurns];
   ReplayUnit unit[kUnits];
-  float head_numbers[3][2];                            // a_log, skip
-  Arrival<true> records[2];                            // of units in turn
-  Arrival<false> slices[kMaxUnitValues / kSliceRows];  // of a warp each, by units
+  float head_numbers[kLead + 2][2];  // a_log, skip
+  PhaseBarrier derived[kUnits];
+  Arrival<true> records[kUnits];
+  PhaseBarrier ready[kUnits];          // for each token what a direct readout takes
+  PhaseBarrier converted[kConverted];  // what a walk takes
+  PhaseBarrier done[kUnits];           // all warps with the unit
+  // Of a warp each: words, by units; or upper halves, in two places in turn, and lower ones, by walks.
+  Arrival<false> slices[kMaxUnitValues / kSliceRows][2];
+  Arrival<false> lo_slices[kMaxUnitValues / kSliceRows];
+
+  __device__ void initialise(int thread, int warps, int tokens) {
+    if (thread < kUnits) {
+      derived[thread].initialise(1);
+      records[thread].initialise();
+      ready[thread].initialise(tokens);
+      done[thread].initialise(warps);
+    }
+    if (thread < kRowTurns) rows_there[thread].initialise(33);
+    if (thread < kConverted) converted[thread].initialise(warps);
+    if (thread >= warps) return;
+    slices[thread][0].initialise();
+    slices[thread][1].initialise();
+    lo_slices[thread].initialise();
+  }
 };
 static_assert(sizeof(ReplaySchedule) <= kReplayScheduleBytes);
 

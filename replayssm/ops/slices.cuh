@@ -122,8 +122,7 @@ class VectorOfSlice {
   const float* vector_;
 };
 
-// A slice of K channels (padded) between memory, shared memory and registers. The rows
-// of a slice follow one another.
+// A slice of K channels (padded) between memory, shared memory and registers. Its rows follow one another.
 template <int K>
 struct Slice {
   static constexpr int kQuads = K / 16;  // of a row in a lane

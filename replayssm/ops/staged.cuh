@@ -4,7 +4,9 @@
 // row has neighbouring quads exchanged: its i-th is quad c + 4 (i ^ 1). RowSums makes nothing of the order of the two.
 #pragma once
 
+#include "replayssm/ops/pack.cuh"
 #include "replayssm/ops/slices.cuh"
+#include "replayssm/ops/tensor_cores.cuh"
 
 namespace replayssm {
 
@@ -47,9 +49,8 @@ class VectorQuads {
   LaneQuads<16> quads_;
 };
 
-// A slice of K channels (padded) between memory, shared memory and registers. The rows of
-// a slice follow one another. In shared memory rows of K words or of K first halves, and behind those of K second
-// ones, follow one another; what lies past a row's channels there is zero.
+// A slice of K channels (padded) between memory, shared memory and registers. Its rows follow one another; in shared
+// memory as rows of K words, or of K halves of one kind, where what lies past a row's channels is zero.
 template <int K, CheckpointForm kForm>
 struct StagedSlice {
   static constexpr bool kIsWords = kForm == CheckpointForm::kWords;
@@ -58,28 +59,21 @@ struct StagedSlice {
 
   float4 rows[2][kQuads];
 
-  // The bytes of `rows` rows that `read` copies.
-  __device__ static uint32_t read_bytes(int rows, int key_size, bool hi_alone) {
-    return rows * key_size * (!kIsWords && hi_alone ? 2 : 4);
-  }
-
-  // Begins to read `rows` rows; with hi_alone (planes only) one half of them. The warp together.
-  __device__ static void read(Arrival<false>& arrival, char* shared, const HeadPlace& place, const float* checkpoint,
-                              int rows, int key_size, bool hi_alone) {
+  // Begins to read `rows` rows, of words or of one half, that lie one after the other from `from` on; kAreWhole: of K
+  // channels. The warp together.
+  template <bool kAreWhole>
+  __device__ static void read(Arrival<false>& arrival, char* shared, const char* from, int rows, int row_bytes) {
     constexpr int kRow = kIsWords ? kWordRow : kHalfRow;
-    const auto* bytes = reinterpret_cast<const char*>(checkpoint);
-    const int row_bytes = key_size * (kRow / K);
-    const bool is_whole = kHasCopyEngine && key_size == K;
-    const int pieces = is_whole ? 1 : rows, piece_bytes = is_whole ? rows * row_bytes : row_bytes;
     const int lane = fresh_thread() % 32;
-    if (lane >= pieces) return;
-    arrival.copy(shared + lane * kRow, bytes + (kIsWords ? 4 * place.word(lane) : 2 * place.hi(lane)), piece_bytes);
-    if (!kIsWords && !hi_alone)
-      arrival.copy(shared + (kSliceRows + lane) * kRow, bytes + 2 * place.lo(lane), piece_bytes);
+    const bool is_whole = kHasCopyEngine && (kAreWhole || row_bytes == kRow);
+    arrival.begin(rows * row_bytes);
+    if (lane < (is_whole ? min(rows, 1) : rows))
+      arrival.copy(shared + lane * kRow, from + lane * row_bytes, is_whole ? rows * row_bytes : row_bytes);
+    arrival.end();
   }
 
-  // Takes the slice from shared memory, where it has arrived.
-  __device__ void take(const char* shared) {
+  // Takes the slice from shared memory, where its words have arrived, or its upper halves and its lower ones.
+  __device__ void take(const char* shared, const char* lower) {
     const int lane = fresh_thread() % 32, r = lane / 4;
     if constexpr (kIsWords) {
       const LaneQuads<16> words(shared + r * kWordRow, lane);
@@ -89,7 +83,7 @@ struct StagedSlice {
         for (int i = 0; i < kQuads; ++i)
           rows[half][i] = *reinterpret_cast<const float4*>(words.at(i, half * 8 * kWordRow));
     } else {
-      const LaneQuads<8> hi(shared + r * kHalfRow, lane), lo(shared + (kSliceRows + r) * kHalfRow, lane);
+      const LaneQuads<8> hi(shared + r * kHalfRow, lane), lo(lower + r * kHalfRow, lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -128,35 +122,86 @@ struct StagedSlice {
     second = sums[1].total();
   }
 
-  // Adds to sums the products of rows r and r + 8 of a slice in shared memory, words or hi halves, with kCount vectors
-  // [kCount][K].
-  template <int kCount>
-  __device__ static void add_shared(RowSums (&sums)[kCount][2], const char* shared, const float* vectors) {
-    const int lane = fresh_thread() % 32, r = lane / 4;
-    const LaneQuads<16> of_vectors(vectors, lane);
-    const auto add = [&](const auto& quads, int row_bytes, const auto& number_of) {
+  // A query as add_shared takes it, in shared memory: K numbers; or, to be multiplied with halves, three vectors of K
+  // BF16 numbers, whose sum it is.
+  static constexpr int kQueryNumbers = kIsWords ? K : K * 3 / 2;
+  // Keeps a lane's quad of it.
+  __device__ static void keep_query(float* query, int quad, float4 x) {
+    if constexpr (kIsWords) {
+      reinterpret_cast<float4*>(query)[quad] = x;
+    } else {
 #pragma unroll
-      for (int i = 0; i < kQuads; ++i) {
-        float4 x[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) x[half] = number_of(quads.at(i, half * 8 * row_bytes));
-#pragma unroll
-        for (int t = 0; t < kCount; ++t) {
-          const float4 y = *reinterpret_cast<const float4*>(of_vectors.at(i, t * kWordRow));
-#pragma unroll
-          for (int half = 0; half < 2; ++half) sums[t][half].add(i, x[half], y);
-        }
+      for (int part = 0; part < 3; ++part) {
+        const Quad<Bf16> nearest = {make_uint2(two_of(x.x, x.y, Bf16()), two_of(x.z, x.w, Bf16()))};
+        reinterpret_cast<uint2*>(query + part * (K / 2))[quad] = nearest.bits;
+        x = multiply_added(to_numbers(nearest), -1.0f, x);
       }
-    };
+    }
+  }
+
+  // Adds to sums the products of rows r and r + 8 of a slice in shared memory, words or upper halves, with kCount
+  // queries.
+  template <int kCount>
+  __device__ static void add_shared(RowSums (&sums)[kCount][2], const char* shared, const float* queries) {
     if constexpr (kIsWords)
-      add(LaneQuads<16>(shared + r * kWordRow, lane), kWordRow,
-          [](const char* at) { return *reinterpret_cast<const float4*>(at); });
+      add_words<kCount>(sums, shared, queries);
     else
-      add(LaneQuads<8>(shared + r * kHalfRow, lane), kHalfRow,
-          [](const char* at) { return to_numbers(Quad<Bf16>{*reinterpret_cast<const uint2*>(at)}); });
+      add_halves<kCount>(sums, shared, queries);
   }
 
  private:
+  template <int kCount>
+  __device__ static void add_words(RowSums (&sums)[kCount][2], const char* shared, const float* queries) {
+    const int lane = fresh_thread() % 32;
+    const LaneQuads<16> words(shared + lane / 4 * kWordRow, lane), of_queries(queries, lane);
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      float4 x[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) x[half] = *reinterpret_cast<const float4*>(words.at(i, half * 8 * kWordRow));
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+        const float4 y = *reinterpret_cast<const float4*>(of_queries.at(i, t * kWordRow));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sums[t][half].add(i, x[half], y);
+      }
+    }
+  }
+
+  // On tensor cores, which multiply BF16 numbers exactly and add in FP32. A lane's packs of eight channels are operands
+  // as they are: products do not ask in which order channels come. So that the lanes' reads meet in no bank, those of
+  // odd rows take neighbouring packs exchanged; columns 0 to 2 of the other operand are the query's three parts for
+  // even rows, 3 to 5 the same exchanged for odd ones.
+  template <int kCount>
+  __device__ static void add_halves(RowSums (&sums)[kCount][2], const char* shared, const float* queries) {
+    const int lane = fresh_thread() % 32, r = lane / 4, c = lane % 4;
+    const bool is_odd = r % 2 != 0, has_exchanged = r >= 3;
+    const char* rows = shared + r * kHalfRow + c * 16;
+    const char* parts = reinterpret_cast<const char*>(queries) + r % 3 * kHalfRow + c * 16;
+    float products[kCount][4] = {};
+#pragma unroll
+    for (int i = 0; i < K / 32; ++i) {
+      const int of_rows = (i ^ is_odd) * 64, of_parts = (i ^ has_exchanged) * 64;
+      const uint4 first = *reinterpret_cast<const uint4*>(rows + of_rows);
+      const uint4 second = *reinterpret_cast<const uint4*>(rows + of_rows + 8 * kHalfRow);
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+        const uint4 part = *reinterpret_cast<const uint4*>(parts + of_parts + t * kQueryNumbers * 4);
+        multiply_add(products[t], {first.x, second.x, first.y, second.y}, part.x, part.y, Bf16());
+        multiply_add(products[t], {first.z, second.z, first.w, second.w}, part.z, part.w, Bf16());
+      }
+    }
+    // A lane has columns 2 c and 2 c + 1 of rows r and r + 8.
+    const bool has_even_column = is_odd ? c == 2 : c < 2, has_odd_column = is_odd ? c == 1 || c == 2 : c == 0;
+#pragma unroll
+    for (int t = 0; t < kCount; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sums[t][half].of[0] += has_even_column ? products[t][2 * half] : 0.0f;
+        sums[t][half].of[1] += has_odd_column ? products[t][2 * half + 1] : 0.0f;
+      }
+  }
+
   __device__ void store_words(const LaneQuads<16>& to, int half_distance, int count, int key_size, int lane) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
