@@ -457,9 +457,10 @@ __global__ void __launch_bounds__(256, 2) replay_kernel(const __grid_constant__ 
 template <Recurrence kRecurrence, int K, CheckpointForm kForm, bool kAreWhole, int kTokens, typename T>
 void launch_cut(ReplayArgs<T> args, CudaDevice& device) {
   const ReplayPlan& plan = args.plan;
-  const uint32_t parts = (args.values + plan.unit_values - 1) / plan.unit_values;
+  const uint32_t parts = static_cast<uint32_t>(ceiling_quotient(args.values, plan.unit_values));
   args.by_row = Divisor(args.heads * parts);
   args.by_part = Divisor(parts);
+  args.by_share = Divisor(args.heads / args.key_heads);
   const int32_t* row_words[] = {reinterpret_cast<const int32_t*>(args.rows.base),
                                 reinterpret_cast<const int32_t*>(args.rows.base) + 1,
                                 args.rows.slot,
@@ -468,14 +469,13 @@ void launch_cut(ReplayArgs<T> args, CudaDevice& device) {
                                 args.rows.checkpoint_out,
                                 args.rows.flush_limit};
   std::copy(std::begin(row_words), std::end(row_words), args.row_words);
-  args.by_share = Divisor(args.heads / args.key_heads);
   const auto kernel = replay_kernel<kRecurrence, K, kForm, kAreWhole, kTokens, T>;
   const int resident = resident_blocks(args.op, kernel, plan.threads(), plan.shared.bytes);
   const uint32_t blocks = std::min<uint32_t>(args.plan.units, device.properties().multiprocessors * resident);
   const uint32_t known = (kLead + 2) * blocks;
   if (args.plan.units > known) {
     args.asked = device.counter();
-    const int first = static_cast<int>((known + args.by_row.divisor - 1) / args.by_row.divisor);
+    const int first = static_cast<int>(ceiling_quotient(known, args.by_row.divisor));
     const bool is_arranged = args.readout == Readout::kDirect && plan.shared.order > 0 && args.rows.count > first;
     args.first_arranged_row = is_arranged ? first : -1;
   }

@@ -162,7 +162,7 @@ struct ReplayAhead {
       u.offset[me] = offset;
     }
     if (me > 0) return;
-    u.place = args.plan.places == 4 ? index % 4 : index % 3;
+    u.place = args.plan.places == kLead + 2 ? index % (kLead + 2) : index % (kLead + 1);
     u.raw_place = index % kLead;
     u.row = b;
     u.head = head;
@@ -345,8 +345,8 @@ struct ReplayAhead {
     const int row_bytes = key_size() * (kIsWords ? 4 : 2);
     const int row = warp() * kSliceRows + (half == kLo ? args.values : 0);
     const char* from = reinterpret_cast<const char*>(args.checkpoint) + u.offset[kSliceIn] + row * row_bytes;
-    State::template read<kAreWhole>(half == kHi ? hi_slice(index) : schedule().lo_slices[warp()], slice(to), from,
-                                    has_state(u) ? max(0, slice_rows(u)) : 0, row_bytes);
+    State::read(half == kHi ? hi_slice(index) : schedule().lo_slices[warp()], slice(to), from,
+                has_state(u) ? max(0, slice_rows(u)) : 0, row_bytes);
   }
   __device__ Arrival<false>& hi_slice(int index) const {
     return schedule().slices[warp()][kIsWords ? 0 : index % 2];

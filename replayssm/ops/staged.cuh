@@ -59,13 +59,12 @@ struct StagedSlice {
 
   float4 rows[2][kQuads];
 
-  // Begins to read `rows` rows, of words or of one half, that lie one after the other from `from` on; kAreWhole: of K
-  // channels. The warp together.
-  template <bool kAreWhole>
+  // Begins to read `rows` rows, of words or of one half, that lie one after the other from `from` on. The warp
+  // together.
   __device__ static void read(Arrival<false>& arrival, char* shared, const char* from, int rows, int row_bytes) {
     constexpr int kRow = kIsWords ? kWordRow : kHalfRow;
     const int lane = fresh_thread() % 32;
-    const bool is_whole = kHasCopyEngine && (kAreWhole || row_bytes == kRow);
+    const bool is_whole = kHasCopyEngine && row_bytes == kRow;
     arrival.begin(rows * row_bytes);
     if (lane < (is_whole ? min(rows, 1) : rows))
       arrival.copy(shared + lane * kRow, from + lane * row_bytes, is_whole ? rows * row_bytes : row_bytes);
