@@ -414,7 +414,9 @@ TYPED_TEST_P(CudaRecurrence, ServingBatchesAreTheirRows) {
   batch_is_its_groups<Short>(whole, 48, 16, 1, 20, sizes, /*has_limits=*/true);
   batch_is_its_groups<Short>(whole, 48, 16, 2, 20, sizes);
   batch_is_its_groups<Short>(whole, 48, 21, 4, 12, sizes);
-  batch_is_its_groups<Short>(TypeParam::shape(32, 8, 128, 112), 40, 7, 1, 16, sizes);
+  // Units of whole heads in the batch and parts of unequal sizes in its groups are of different kernels.
+  using Long = typename TypeParam::template With<Bf16, float>;
+  for (int tokens : {1, 4}) batch_is_its_groups<Long>(TypeParam::shape(32, 8, 128, 112), 40, 7, tokens, 16, sizes);
   // Rows in an order of the kernel's own.
   batch_is_its_groups<Short>(TypeParam::shape(8, 4, 128, 128), 400, 6, 1, 9, {1, 130, 7, 64, 2, 40}, true);
   batch_is_its_groups<Short>(TypeParam::shape(32, 8, 128, 80), 40, 8, 2, 12, sizes);

@@ -34,6 +34,8 @@ void expect_sound(const ReplaySizes& sizes, const CudaProperties& gpu) {
   EXPECT_GT(plan.places, kLead);
   EXPECT_GE(plan.key_places, 1);
   EXPECT_LE(plan.key_places, kLead) << "a walk's keys stay until it is done";
+  // Neighbouring quads of these vectors differ in one bit of their addresses (staged.cuh).
+  for (const int vectors : {plan.shared.decays, plan.shared.keys, plan.shared.queries}) EXPECT_EQ(vectors % 128, 0);
 }
 
 TEST(ReplayPlan, IsSoundForEverySize) {
@@ -50,6 +52,26 @@ TEST(ReplayPlan, IsSoundForEverySize) {
                       expect_sound({rows, 32, values, key_size, window, tokens, element_bytes, gate_size, form}, gpu);
 }
 
+// Else a batch would have other bits than its rows alone: of a direct readout, which the other path does not have.
+TEST(ReplayPlan, HasAKernelForAllBatchesOrNone) {
+  for (const CudaProperties& gpu : {kHopper, kAmpere, kAda})
+    for (int values : {16, 64, 128})
+      for (int window = 1; window <= 63; ++window)
+        for (int tokens : {1, 4, 6, 13, 14, 16})
+          for (int element_bytes : {2, 4})
+            for (int gate_size : {1, 128})
+              for (const CheckpointForm form : {CheckpointForm::kWords, CheckpointForm::kPlanes}) {
+                if (tokens > window) continue;
+                const auto has_kernel = [&](int rows) {
+                  return plan_replay({rows, 32, values, 128, window, tokens, element_bytes, gate_size, form}, gpu)
+                             .blocks > 0;
+                };
+                for (int rows : {8, 512, 513})
+                  EXPECT_EQ(has_kernel(rows), has_kernel(1))
+                      << values << " x 128, L " << window << ", T " << tokens << ", " << rows << " rows";
+              }
+}
+
 // At a serving batch a block has a whole head, where two have room.
 TEST(ReplayPlan, HasWholeHeadsAtServingBatches) {
   const ReplayPlan plan = plan_replay({256, 32, 128, 128, 16, 1, 2}, kHopper);
@@ -57,6 +79,7 @@ TEST(ReplayPlan, HasWholeHeadsAtServingBatches) {
   EXPECT_EQ(plan.blocks, 2);
   EXPECT_EQ(plan_replay({256, 32, 128, 128, 8, 1, 2, 128}, kHopper).blocks, 2) << "with a gate a channel";
   EXPECT_EQ(plan_replay({256, 32, 128, 128, 16, 4, 2, 1, CheckpointForm::kPlanes}, kHopper).blocks, 2) << "four tokens";
+  EXPECT_EQ(plan_replay({256, 32, 128, 128, 8, 4, 2, 128}, kHopper).blocks, 2) << "four tokens, a gate a channel";
 }
 
 // Few heads are cut so that all multiprocessors have work.

@@ -86,6 +86,9 @@ struct HeldVector {
 #pragma unroll
     for (int i = 0; i < K / 16; ++i) quads[i] = reinterpret_cast<const float4*>(vector)[lane % 4 + 4 * i];
   }
+  __device__ float4 read(int i) const {
+    return quads[i];
+  }
   __device__ float4 operator[](int i) const {
     return quads[i];
   }

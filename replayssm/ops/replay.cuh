@@ -1,6 +1,7 @@
 // Internal to the delta rule and Mamba-2 on GPUs: a replay step in one kernel whose blocks stay. It reads out exactly,
-// by running the recurrence over the records, or directly, by one product with the checkpoint; rows that flush are
-// walked and written either way. States and exact outputs have the bits of the kernels that run one slice a warp.
+// by running the recurrence over the records, or directly, by one product with the checkpoint. Rows that flush are
+// walked and written either way; of several tokens a direct readout then takes the state that was written. States and
+// exact outputs have the bits of the kernels that run one slice a warp.
 //
 // A unit of work is some value rows of one head of one row of the batch. Each warp of a block owns one of its slices of
 // 16 rows and goes from unit to unit at its own pace. What a unit needs beside the slices is made ahead: one warp asks
@@ -28,11 +29,12 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
   using Ahead = ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T>;
   using Ahead::args, Ahead::begin, Ahead::look_at_rows, Ahead::lane, Ahead::warp, Ahead::schedule, Ahead::unit,
       Ahead::slice, Ahead::tokens, Ahead::key_size, Ahead::raw_keys, Ahead::raw_queries, Ahead::decays, Ahead::keys,
-      Ahead::query, Ahead::weights, Ahead::values, Ahead::gates, Ahead::head_numbers, Ahead::has_state, Ahead::position,
-      Ahead::slice_rows, Ahead::token, Ahead::appends_gates, Ahead::appends_key, Ahead::derive_ahead, Ahead::ask_ahead,
-      Ahead::asker, Ahead::deriver, Ahead::copy_records, Ahead::copy_next, Ahead::copy_first, Ahead::wait_for_slice,
-      Ahead::arrive, Ahead::wait_until_done, Ahead::wait_until_derived, Ahead::wait_for_records, Ahead::decay_of_token,
-      Ahead::append_value;
+      Ahead::decays_from_keys, Ahead::query, Ahead::weights, Ahead::values, Ahead::gates, Ahead::head_numbers,
+      Ahead::has_state, Ahead::position, Ahead::slice_rows, Ahead::token, Ahead::appends_gates, Ahead::appends_key,
+      Ahead::derive_ahead, Ahead::ask_ahead, Ahead::asker, Ahead::deriver, Ahead::copy_records, Ahead::copy_next,
+      Ahead::copy_first, Ahead::wait_for_slice, Ahead::is_fold, Ahead::is_walk, Ahead::is_read_directly,
+      Ahead::first_record, Ahead::arrive, Ahead::wait_until_done, Ahead::wait_until_derived, Ahead::wait_for_records,
+      Ahead::decay_of_token, Ahead::append_value;
   using Ahead::kIsDelta, Ahead::kPerChannel;
   using typename Ahead::State;
 
@@ -42,7 +44,7 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
   __device__ void convert(int index) const {
     wait_until_derived(index);
     const ReplayUnit& u = unit(index);
-    if (u.kind != UnitKind::kWalk) return;
+    if (!is_walk(u)) return;
     wait_for_records(index);
     wait_until_done(index - args.plan.key_places);
     convert_records(index);
@@ -56,8 +58,9 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
     float* of_gates = gates(u);
     const int64_t of_head = u.offset[kHeadRecords], of_key_head = u.offset[kKeyHeadRecords];
     // A token's key and its query are tasks of two warps: each is a chain of latencies.
+    const int walked = is_fold(u) ? 0 : tokens();
 #pragma unroll 1
-    for (int task = warp(); task < 2 * tokens(); task += warps) {
+    for (int task = warp(); task < 2 * walked; task += warps) {
       const int t = task / 2, j = u.history + t, to = position(u, j);
       const bool is_key = task % 2 == 0;
       const T* from = is_key ? raw_keys(u) + j * K : raw_queries(u) + t * K;
@@ -84,7 +87,7 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
         }
       }
     }
-    if (warp() == warps - 1 && me < tokens()) {
+    if (warp() == warps - 1 && me < walked) {
       const int j = u.history + me, to = position(u, j);
       const float strength = of_gates[args.plan.records + j];
       if (!kPerChannel) {
@@ -120,44 +123,45 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
   // Runs the recurrence over a unit's records for the warp's slice, and writes the slice where a flush does.
   __device__ void walk(int index, State& state) const {
     const ReplayUnit& u = unit(index);
+    // (A pointer for each array and none for what follows from it: a slice leaves few registers.)
     const int me = lane();
-    const float *of_keys = keys(u), *of_gates = gates(u), *of_decays = decays(u);
-    const T* of_values = values(u) + warp() * kSliceRows + me / 4;
-    int j = 0, end = u.history;
+    VectorQuads key(keys(u), me);
+    const int to_decays = decays_from_keys(u);
+    const float* gate = gates(u);
+    const T* value = values(u) + warp() * kSliceRows + me / 4;
+    int records = u.history;
 #pragma unroll 1
-    while (true) {
+    for (int t = 0;; ++t, records = 1) {
       // (The updates' loop apart from all else: a branch costs as much as ten of an update's numbers.)
 #pragma unroll 1
-      for (; j < end; ++j) {
-        const float first = to_number(of_values[j * args.plan.unit_values]);
-        const float second = to_number(of_values[j * args.plan.unit_values + 8]);
-        const float decay = of_gates[j], strength = of_gates[args.plan.records + j];
-        const VectorQuads key(of_keys + j * K, me);
+      for (; records > 0; --records, key = key + K, value += args.plan.unit_values, ++gate) {
+        const float first = to_number(value[0]), second = to_number(value[8]);
+        const float decay = gate[0], strength = gate[args.plan.records];
         // Shared memory gives a multiprocessor 128 bytes a cycle: a key read twice a record would bound the walk.
         if constexpr (kPerChannel)
-          delta_update<true>(state, KeptVector<State::kQuads>(key), VectorQuads(of_decays + j * K, me), decay, strength,
+          delta_update<true>(state, KeptVector<State::kQuads, VectorQuads>(key), key + to_decays, decay, strength,
                              first, second);
         else if constexpr (kIsDelta)
-          delta_update<false>(state, KeptVector<State::kQuads>(key), key, decay, strength, first, second);
+          delta_update<false>(state, KeptVector<State::kQuads, VectorQuads>(key), key, decay, strength, first, second);
         else
           mamba2_update(state, key, decay, __fmul_rn(strength, first), __fmul_rn(strength, second));
       }
-      const int t = j - u.history;
       if (t > 0)
         write_token(index, state, t - 1);
       else if (u.will_flush)
         state.write({u.offset[kRowsOut], args.values, u.first_value + warp() * kSliceRows, key_size()}, args.checkpoint,
                     slice_rows(u), key_size());
+      if (is_fold(u)) return read_kept(index, state);
       if (t == tokens()) return;
-      end = j + 1;
     }
   }
 
   // Writes the outputs of token t from the state after it.
   __device__ void write_token(int index, const State& state, int t) const {
     const ReplayUnit& u = unit(index);
-    float products[2];
-    state.multiply(query(u, t), products[0], products[1]);
+    RowSums sums[2];
+    state.add_products(sums, query(u, t));
+    const float products[2] = {sums[0].total(), sums[1].total()};
     const int me = lane(), row = output_row(me);
     if (!has_output(me) || row >= slice_rows(u)) return;
     float y = me % 4 == 0 ? products[0] : products[1];
@@ -168,6 +172,18 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
     write_out(u, t, warp() * kSliceRows + row, y);
   }
 
+  // Writes the outputs of all tokens from the state before them.
+  __device__ void read_kept(int index, const State& state) const {
+    const ReplayUnit& u = unit(index);
+#pragma unroll 1
+    for (int t = 0; t < tokens(); ++t) {
+      RowSums sums[1][2];
+      state.add_products(sums[0], query(u, t));
+      add_values<1>(u, t, sums);
+      write_sums<1>(u, t, sums);
+    }
+  }
+
   // --- The direct readout. ---
 
   // Makes the query of token t and the records' weights, such that of a slice of the checkpoint
@@ -176,13 +192,16 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
   __device__ void prepare_token(int index, int t) const {
     const ReplayUnit& u = unit(index);
     const int me = lane(), quad = 4 * me, newest = u.history + t, at = position(u, newest);
-    // (All that decides is the row's own and the call's, so that an output's bits do not depend on the batch.)
-    if constexpr (kRecurrence == Recurrence::kDelta && sizeof(T) == 2 && K == 128 && (kTokens == 1 || !kAreWhole))
-      if (tokens() == 1 && key_size() == K && newest < kFewRecords) return prepare_few(u, at);
+    const int first = first_record(u);
+    // (All that decides is the row's own and the call's, so that an output's bits do not depend on the batch. Planes
+    // are read by tensor cores anyway; with words, where nothing else is, an H200 at 1.75 GHz for 1.90 loses what they
+    // save.)
+    if constexpr (kRecurrence == Recurrence::kDelta && sizeof(T) == 2 && K == 128 && kForm == CheckpointForm::kPlanes)
+      if (key_size() == K && newest - first < kFewRecords) return prepare_few(u, t, first);
     const bool has_channels = quad < key_size();
     const int64_t of_head = u.offset[kHeadRecords], of_key_head = u.offset[kKeyHeadRecords];
     const float* strengths = gates(u) + args.plan.records;
-    float* of_token = weights(u) + t * args.window;
+    float* of_token = weights(u, t) - first;
     const auto key_of = [&](int j) {
       Quad<T> k = {};
       if (has_channels) k = quad_at(raw_keys(u) + j * K + quad);
@@ -237,21 +256,26 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
       product = sum_of_lanes<32>(dot(key, w));
     }
 #pragma unroll 1
-    for (int top = u.history - 1; top >= 0; top -= kTogether) pull_group(u, top, w, decay, of_token);
-    if (quad < K) State::keep_query(query(u, t), me, kPerChannel ? w : scaled(w, decay));
+    for (int top = u.history - 1; top >= first; top -= kTogether) pull_group(u, top, w, decay, of_token);
+    if (quad < K) keep_query(u, t, kPerChannel ? w : scaled(w, decay));
   }
 
-  // The same for one token a row and few records.
-  __device__ void prepare_few(const ReplayUnit& u, int at) const {
-    const int me = lane(), newest = u.history;
+  // The same for few records, from `first` on.
+  __device__ void prepare_few(const ReplayUnit& u, int t, int first) const {
+    const int me = lane(), newest = u.history + t, at = position(u, newest);
     const float *decays = gates(u), *strengths = decays + args.plan.records;
     const int64_t of_head = u.offset[kHeadRecords] + at, of_key_head = u.offset[kKeyHeadRecords] + at;
     append_value(u, newest, at);
     const float decay = decay_of_token(u, newest);
+    const FewRecords<T> records = {raw_keys(u) + first * K,
+                                   raw_queries(u) + t * K,
+                                   decays + first,
+                                   strengths + first,
+                                   strengths + args.plan.records + first,
+                                   u.history - first,
+                                   newest - first};
     float scale;
-    const float4 w = pull_through_few<K>(
-        FewRecords<T>{raw_keys(u), raw_queries(u), decays, strengths, strengths + args.plan.records, newest}, decay,
-        args.query_factor, scale, weights(u));
+    const float4 w = pull_through_few<K, kTokens != 1>(records, decay, args.query_factor, scale, weights(u, t));
     if (appends_key(u)) {
       store_quad(args.ring_key + of_key_head * K + 4 * me, quad_at(raw_keys(u) + newest * K + 4 * me));
       if (me == 0) args.ring_scale[of_key_head] = scale;
@@ -260,9 +284,16 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
       args.ring_strength[of_head] = strengths[newest];
       args.ring_decay[of_head] = decay;
     }
-    State::keep_query(query(u, 0), me, w);
+    keep_query(u, t, w);
   }
 
+  // The lane's quad of a token's query, as what reads it out takes it.
+  __device__ void keep_query(const ReplayUnit& u, int t, float4 x) const {
+    if (is_fold(u))
+      reinterpret_cast<float4*>(query(u, t))[lane()] = x;
+    else
+      State::keep_query(query(u, t), lane(), x);
+  }
   // Records top, top - 1, ... at once: all their products are made before the first is pulled through, of each with the
   // query as it is and with the newer ones of the group.
   static constexpr int kTogether = 4;
@@ -322,32 +353,42 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
   template <int kCount>
   __device__ void read_tokens(int index, int first) const {
     const ReplayUnit& u = unit(index);
-    const int me = lane(), c = me % 4, stride = args.window;
     RowSums sums[kCount][2];
     State::template add_shared<kCount>(sums, slice(index), query(u, first));
     if (first + kCount == tokens()) copy_next(index);
-    const T* of_values = values(u) + warp() * kSliceRows + me / 4;
-    const float* of_weights = weights(u) + first * stride;
-    const int end = u.history + first + kCount;
+    add_values<kCount>(u, first, sums);
+    write_sums<kCount>(u, first, sums);
+  }
+
+  // Adds the weighted values of the records that tokens from `first` on are read out with.
+  template <int kCount>
+  __device__ void add_values(const ReplayUnit& u, int first, RowSums (&sums)[kCount][2]) const {
+    const int me = lane(), oldest = first_record(u), newest = u.history - oldest + first, end = newest + kCount;
+    const T* of_values = values(u) + oldest * args.plan.unit_values + warp() * kSliceRows + me / 4;
+    const float* of_weights = weights(u, first);
 #pragma unroll 2
-    for (int j = c; j < end; j += 4) {
+    for (int j = me % 4; j < end; j += 4) {
       float v[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) v[half] = to_number(of_values[j * args.plan.unit_values + half * 8]);
 #pragma unroll
       for (int t = 0; t < kCount; ++t) {
-        if (kCount > 1 && j > u.history + first + t) continue;
-        const float weight = of_weights[t * stride + j];
+        if (kCount > 1 && j > newest + t) continue;
+        const float weight = of_weights[t * args.window + j];
 #pragma unroll
         for (int half = 0; half < 2; ++half) sums[t][half].of[0] = __fmaf_rn(weight, v[half], sums[t][half].of[0]);
       }
     }
-    const int row = output_row(me);
+  }
+
+  template <int kCount>
+  __device__ void write_sums(const ReplayUnit& u, int first, const RowSums (&sums)[kCount][2]) const {
+    const int me = lane(), row = output_row(me);
 #pragma unroll
     for (int t = 0; t < kCount; ++t) {
       const float y[2] = {sums[t][0].total(), sums[t][1].total()};
       if (has_output(me) && row < slice_rows(u))
-        write_out(u, first + t, warp() * kSliceRows + row, c == 0 ? y[0] : y[1]);
+        write_out(u, first + t, warp() * kSliceRows + row, me % 4 == 0 ? y[0] : y[1]);
     }
   }
 
@@ -394,7 +435,7 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
       schedule().ready[index % kUnits].wait(index / kUnits);
       convert(index + converts_ahead);
       const ReplayUnit& u = unit(index);
-      if (u.kind == UnitKind::kWalk) schedule().converted[u.walks % kConverted].wait(u.walks / kConverted);
+      if (is_walk(u)) schedule().converted[u.walks % kConverted].wait(u.walks / kConverted);
       if (warp() == fetcher(index + kLead)) {
         wait_until_done(index + kLead - args.plan.places);
         wait_until_derived(index + kLead);
@@ -402,10 +443,6 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
       }
       run_unit(index);
       arrive(schedule().done[index % kUnits]);
-      // Where the code is long and with several tokens, so many of whose units are walks, warps go together: they then
-      // share the code that they fetch (an H200, GDN of 32 heads, batch 256, four tokens, L 16: 382 us apart, 357
-      // together).
-      if constexpr (kTokens != 1) __syncthreads();
     }
     // Each block asks once more than it has units; the last to ask lets the next call begin anew.
     if (warp() == asker() && args.asked != nullptr && lane() == 0 && answer == args.plan.units + gridDim.x - 1)
@@ -424,9 +461,10 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
 #pragma unroll 1
     for (int t = warps == 8 ? warp() ^ index % 2 * 4 : warp(); t < tokens(); t += warps) {
       wait_until_derived(index);
-      const UnitKind kind = unit(index).kind;
-      if (kind != UnitKind::kNone && kind != UnitKind::kWalk) wait_for_records(index);
-      if (kind == UnitKind::kDirect) prepare_token(index, t);
+      if (kTokens != 1) wait_until_done(index - kLead);  // with the place for the query
+      const ReplayUnit& u = unit(index);
+      if (u.kind != UnitKind::kNone && u.kind != UnitKind::kWalk) wait_for_records(index);
+      if (is_read_directly(u)) prepare_token(index, t);
       arrive(schedule().ready[index % kUnits]);
     }
   }
@@ -449,7 +487,7 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
 
 template <Recurrence kRecurrence, int K, CheckpointForm kForm, bool kAreWhole, int kTokens, typename T>
 __global__ void __launch_bounds__(256, 2) replay_kernel(const __grid_constant__ ReplayArgs<T> args) {
-  extern __shared__ uint4 memory[];
+  extern __shared__ __align__(128) uint4 memory[];
   if (!args.are_tokens_just_made) wait_for_previous();
   ReplayBlock<kRecurrence, K, kForm, kAreWhole, kTokens, T>{args, reinterpret_cast<char*>(memory)}.run();
 }
@@ -476,7 +514,8 @@ void launch_cut(ReplayArgs<T> args, CudaDevice& device) {
   if (args.plan.units > known) {
     args.asked = device.counter();
     const int first = static_cast<int>(ceiling_quotient(known, args.by_row.divisor));
-    const bool is_arranged = args.readout == Readout::kDirect && plan.shared.order > 0 && args.rows.count > first;
+    const bool is_arranged =
+        args.readout == Readout::kDirect && args.rows.count > first && args.rows.count <= 32 * kArrangedWords;
     args.first_arranged_row = is_arranged ? first : -1;
   }
   launch(args.op, kernel, dim3(blocks), plan.threads(), plan.shared.bytes, args, device, Launch::kOverlapping);
@@ -488,6 +527,7 @@ void launch_formed(const ReplayArgs<T>& args, CudaDevice& device) {
                          args.values % args.plan.unit_values == 0 && device.properties().compute_major >= 9;
   if (!are_whole) return launch_cut<kRecurrence, K, kForm, false, 0>(args, device);
   if (args.tokens == 1) return launch_cut<kRecurrence, K, kForm, true, 1>(args, device);
+  if (args.tokens == 4) return launch_cut<kRecurrence, K, kForm, true, 4>(args, device);
   launch_cut<kRecurrence, K, kForm, true, 0>(args, device);
 }
 

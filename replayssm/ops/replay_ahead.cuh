@@ -48,12 +48,19 @@ struct ReplayAhead {
   __device__ float* keys(const ReplayUnit& u) const {
     return at<float>(args.plan.shared.keys) + u.key_place * args.plan.records * K;
   }
+  // The numbers from a unit's keys to its decays.
+  __device__ int decays_from_keys(const ReplayUnit& u) const {
+    const int between = (args.plan.shared.decays - args.plan.shared.keys) / static_cast<int>(sizeof(float));
+    return between + (u.place - u.key_place) * args.plan.records * K;
+  }
   __device__ float* query(const ReplayUnit& u, int t) const {
-    return at<float>(args.plan.shared.queries) + (u.place * tokens() + t) * State::kQueryNumbers;
+    return at<float>(args.plan.shared.queries) + (query_place(u) * tokens() + t) * State::kQueryNumbers;
   }
-  __device__ float* weights(const ReplayUnit& u) const {
-    return at<float>(args.plan.shared.weights) + u.place * tokens() * args.window;
+  __device__ float* weights(const ReplayUnit& u, int t) const {
+    return at<float>(args.plan.shared.weights) + (query_place(u) * tokens() + t) * args.window;
   }
+  // With several tokens a unit's queries are made when all warps are done with the unit kLead before.
+  __device__ static int query_place(const ReplayUnit& u) { return kTokens == 1 ? u.place : u.raw_place; }
   __device__ T* values(const ReplayUnit& u) const {
     return at<T>(args.plan.shared.values) + u.place * args.plan.records * args.plan.unit_values;
   }
@@ -63,6 +70,11 @@ struct ReplayAhead {
   __device__ float* head_numbers(const ReplayUnit& u) const { return schedule().head_numbers[u.place]; }
 
   __device__ static bool has_state(const ReplayUnit& u) { return u.kind >= UnitKind::kDirect; }
+  __device__ static bool is_fold(const ReplayUnit& u) { return kTokens != 1 && u.kind == UnitKind::kFold; }
+  __device__ static bool is_walk(const ReplayUnit& u) { return u.kind == UnitKind::kWalk || is_fold(u); }
+  __device__ static bool is_read_directly(const ReplayUnit& u) { return u.kind == UnitKind::kDirect || is_fold(u); }
+  // The first of the records that a direct readout takes beside the state.
+  __device__ static int first_record(const ReplayUnit& u) { return is_fold(u) ? u.history : 0; }
   __device__ int count(const ReplayUnit& u) const { return has_state(u) ? u.history + tokens() : 0; }
   __device__ int position(const ReplayUnit& u, int j) const {
     const int at = u.start + j;
@@ -127,7 +139,7 @@ struct ReplayAhead {
       u.walks = u.key_place = 0;
       if (index > 0) {
         const ReplayUnit& before = unit(index - 1);
-        const bool was_walk = before.kind == UnitKind::kWalk;
+        const bool was_walk = is_walk(before);
         u.walks = before.walks + was_walk;
         const int key_place = before.key_place + was_walk;
         u.key_place = key_place < args.plan.key_places ? key_place : 0;
@@ -183,7 +195,10 @@ struct ReplayAhead {
       u.kind = UnitKind::kOutside;
       if (in_row == 0 && !args.are_tokens_just_made) report_fault(args.fault, args.op, b, slot, in, out);
     } else {
-      u.kind = args.readout == Readout::kDirect && !will_flush ? UnitKind::kDirect : UnitKind::kWalk;
+      u.kind = args.readout == Readout::kExact ? UnitKind::kWalk
+               : !will_flush                   ? UnitKind::kDirect
+               : tokens() == 1                 ? UnitKind::kWalk
+                                               : UnitKind::kFold;
       u.start = ring_start(base, args.capacity);
     }
   }
@@ -213,12 +228,12 @@ struct ReplayAhead {
     if (args.first_arranged_row < 0 || place < 0 || number >= args.plan.units) return number;
     return number + (order().row_at(place, arranged_rows()) - place) * args.by_row.divisor;
   }
-  // (An H200, GDN of 32 heads, batch 256, L 16, from words and from planes: with none left to the end 159 and 155 us,
-  // with a quarter 151 and 157, three eighths 149 and 152, half 150 and 145; planes by now 140 with half, 131 with
-  // 176.)
+  // (An H200, GDN of 32 heads, batch 256, L 16: with none of 256 direct rows left to the end 159 us, with 64 151, 96
+  // 149, 128 150; planes by now 134 with 150, 131 with 176, 127 with 220, 122 with all, which leaves the flushing ones
+  // to the beginning; four tokens 321 with none, 296 with 96, 281 with 160 and with all.)
   __device__ void look_at_rows() const {
-    constexpr int kTail = kIsWords ? 96 : 176;
-    if (args.first_arranged_row >= 0) order().look_at(args.rows, args.first_arranged_row, args.window, kTail);
+    const int tail = tokens() == 1 && kIsWords ? 96 : 256;
+    if (args.first_arranged_row >= 0) order().look_at(args.rows, args.first_arranged_row, tokens(), args.window, tail);
   }
   __device__ RowOrder& order() const { return *at<RowOrder>(args.plan.shared.order); }
   __device__ int arranged_rows() const { return args.rows.count - args.first_arranged_row; }
@@ -323,8 +338,8 @@ struct ReplayAhead {
       copy_slice(index + 1, index + 1, kHi);
     } else {
       // The lower halves of a walk take the place of the next unit's upper ones, which then follow them.
-      if (unit(index).kind == UnitKind::kWalk) copy_slice(index + 1, index + 1, kHi);
-      if (unit(index + 1).kind == UnitKind::kWalk)
+      if (is_walk(unit(index))) copy_slice(index + 1, index + 1, kHi);
+      if (is_walk(unit(index + 1)))
         copy_slice(index + 1, index, kLo);
       else
         copy_slice(index + 2, index, kHi);
@@ -333,7 +348,7 @@ struct ReplayAhead {
   __device__ void copy_first() const {
     copy_slice(0, 0, kHi);
     if (kIsWords) return;
-    if (unit(0).kind == UnitKind::kWalk)
+    if (is_walk(unit(0)))
       copy_slice(0, 1, kLo);
     else
       copy_slice(1, 1, kHi);
@@ -354,7 +369,7 @@ struct ReplayAhead {
   __device__ void wait_for_slice(int index) const {
     const ReplayUnit& u = unit(index);
     hi_slice(index).wait(kIsWords ? index : index / 2);
-    if (!kIsWords && u.kind == UnitKind::kWalk) schedule().lo_slices[warp()].wait(u.walks);
+    if (!kIsWords && is_walk(u)) schedule().lo_slices[warp()].wait(u.walks);
   }
 
   // A warp's part of a barrier's phase, after all that its lanes have done.

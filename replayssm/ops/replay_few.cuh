@@ -9,13 +9,14 @@
 
 namespace replayssm {
 
-// Records 0 .. newest - 1 of a ring and the token that follows them, in shared memory.
+// Records 0 .. newest - 1 and the token that follows them, in shared memory. The first `committed` are of the ring,
+// those after them are the call's own, of which there are no scales, and logarithms of the decays.
 template <typename T>
 struct FewRecords {
   const T *keys, *query;            // [newest + 1, K], [K], as they came
   const float* decays;              // [newest]
-  const float *strengths, *scales;  // [newest + 1], [newest]
-  int newest;
+  const float *strengths, *scales;  // [newest + 1], [committed]
+  int committed, newest;
 };
 constexpr int kFewRecords = 16;
 
@@ -29,8 +30,9 @@ __device__ inline float finite(float x) {
 //   x[j] = scale_q (q k[j]) - sum_{i > j} u[i] (k[i] k[j]),   u[j] = beta[j] scale[j]^2 x[j]
 //   weight[j] = beta[j] scale[j] x[j] (decay of the records after j)
 //   result = (decay of all records) (scale_q q - sum_j u[j] k[j])
-// Gives the lane's quad of the result, and the scale of the token's key; for a warp. newest < kFewRecords.
-template <int K, typename T>
+// Gives the lane's quad of the result, and the scale of the token's key; for a warp. newest < kFewRecords. kHasOwn:
+// committed may be less than newest.
+template <int K, bool kHasOwn, typename T>
 __device__ float4 pull_through_few(const FewRecords<T>& records, float own_decay, float query_factor, float& own_scale,
                                    float* weights) {
   static_assert(K == 128);
@@ -61,13 +63,24 @@ __device__ float4 pull_through_few(const FewRecords<T>& records, float own_decay
   const float query_scale = __fmul_rn(scale_of(squares[0]), query_factor);
   own_scale = scale_of(squares[1]);
 
+  float own_squares[2];  // a row's product with itself, in all lanes that have the row
+  if constexpr (kHasOwn)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* of_row = products[half] + 2 * half;
+      own_squares[half] = __shfl_sync(kWarp, r % 2 == 0 ? of_row[0] : of_row[1], lane - c + r / 2);
+    }
   float strength_scale[2], factor[2], x[2], decay[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = r + 8 * half;
     const bool is_there = row <= newest, is_record = row < newest;
-    const float scale = is_record ? records.scales[row] : own_scale;
+    float scale = is_record ? records.scales[row] : own_scale;
     decay[half] = is_record ? records.decays[row] : is_there ? own_decay : 1.0f;
+    if (kHasOwn && is_record && row >= records.committed) {
+      scale = scale_of(own_squares[half]);
+      decay[half] = expf(decay[half]);
+    }
     strength_scale[half] = is_there ? __fmul_rn(records.strengths[row], scale) : 0.0f;
     factor[half] = is_there ? __fmul_rn(strength_scale[half], scale) : 0.0f;
     // A vector whose squares overflow is normalised to zero: what is multiplied by 0 has to be finite.

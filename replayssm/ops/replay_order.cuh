@@ -1,7 +1,8 @@
 // Internal to the CUDA replay kernel: the order in which its blocks take the rows of a batch.
 //
 // A row that flushes takes a block several times as long as another, so that one near the end of a call would leave the
-// other blocks nothing to do. The last rows to be taken are direct ones; those that flush are spread over the others.
+// other blocks nothing to do. The last rows to be taken are direct ones; those that flush are spread over the others,
+// or come first if all direct ones are to be last.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace replayssm {
 
-// Of rows with one token each, as many as there are places; in shared memory.
+// Of as many rows as there are places; in shared memory.
 struct RowOrder {
   uint32_t flushing[kArrangedWords];  // a bit a row: whether it flushes
   uint16_t before[kArrangedWords];    // how many of the rows of the words before do
@@ -22,14 +23,14 @@ struct RowOrder {
 
   // Notes which rows from `first` on flush, and leaves `tail` of 256 rows, if so many are direct, to the end; for a
   // warp.
-  __device__ void look_at(const StateRows& rows, int first, int window, int tail) {
+  __device__ void look_at(const StateRows& rows, int first, int tokens, int window, int tail) {
     const int lane = threadIdx.x % 32, count = rows.count - first;
     int so_far = 0;
 #pragma unroll 4
     for (int word = 0; 32 * word < count; ++word) {
       const int row = first + 32 * word + lane;
       const bool flushes =
-          row < rows.count && will_flush(rows.flush_limit, row, __ldg(rows.history + row), /*tokens=*/1, window);
+          row < rows.count && will_flush(rows.flush_limit, row, __ldg(rows.history + row), tokens, window);
       const uint32_t bits = __ballot_sync(kWarp, flushes);
       if (lane == 0) {
         flushing[word] = bits;

@@ -33,12 +33,13 @@ ReplayShared share_memory(const ReplaySizes& sizes, int unit_values, int places,
   shared.raw_queries = take(element * kLead * tokens * keys);
   shared.decays = take(sizes.gate_size > 1 ? number * places * records * keys : 0);
   shared.keys = take(number * key_places * records * keys);
-  shared.queries = take((sizes.form == CheckpointForm::kWords ? 4 : 6) * places * tokens * keys);
-  shared.weights = take(number * places * tokens * sizes.window);
+  const int64_t query_places = tokens == 1 ? places : kLead;
+  shared.queries = take((sizes.form == CheckpointForm::kWords ? 4 : 6) * query_places * tokens * keys);
+  shared.weights = take(number * query_places * tokens * sizes.window);
   shared.values = take(element * places * records * unit_values);
   shared.gates = take(number * places * 3 * records);
   shared.schedule = take(kReplayScheduleBytes);
-  if (tokens == 1 && sizes.rows <= 32 * kArrangedWords) shared.order = take(kRowOrderBytes);
+  shared.order = take(kRowOrderBytes);  // for any batch, so that whether the kernel has room does not depend on it
   return shared;
 }
 

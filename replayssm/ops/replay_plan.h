@@ -19,12 +19,13 @@ struct ReplayShared {
   int raw_queries = 0;  // T [kLead, tokens, K]
   int decays = 0;       // float [places, records, K], with a gate a channel
   int keys = 0;         // float [key_places, records, K]
-  int queries = 0;      // float [places, tokens, K]; for planes the three BF16 parts of as many numbers
-  int weights = 0;      // float [places, tokens, window]
-  int values = 0;       // T [places, records, unit_values]
-  int gates = 0;        // float [places, 3, records]: decay, strength, scale
-  int schedule = 0;     // ReplaySchedule
-  int order = 0;        // RowOrder, where rows have one token and there are few enough; 0: none
+  // Of queries and weights as many places as there are or, with several tokens, kLead.
+  int queries = 0;   // float [places, tokens, K]; for planes room for three BF16 parts of as many numbers
+  int weights = 0;   // float [places, tokens, window]
+  int values = 0;    // T [places, records, unit_values]
+  int gates = 0;     // float [places, 3, records]: decay, strength, scale
+  int schedule = 0;  // ReplaySchedule
+  int order = 0;     // RowOrder
   int bytes = 0;
 };
 inline constexpr int kLead = 2;  // a unit's records are fetched so many units before it is worked on

@@ -41,7 +41,9 @@ struct ReplayArgs : RecurrenceArgs<T> {
   int first_arranged_row = -1;  // the rows from here on may be taken in another order; negative: none
 };
 
-enum class UnitKind { kNone, kPadding, kOutside, kDirect, kWalk };
+// kDirect: its tokens are read out directly; kWalk: the recurrence runs over its records and tokens; kFold: it runs
+// over the records, and the tokens are read out directly from the state after them.
+enum class UnitKind { kNone, kPadding, kOutside, kDirect, kFold, kWalk };
 
 // A unit as its block finds it in shared memory.
 enum UnitOffset { kSliceIn, kRowsOut, kHeadRecords, kKeyHeadRecords, kFirstOut, kOffsets };

@@ -22,12 +22,15 @@ inline constexpr int kSliceBytes = kSliceRows* K * 4;
 
 // Four numbers of a vector in shared memory. Volatile: a compiler that sees one vector read twice keeps it in registers
 // between, which with a slice there already means memory.
-__device__ inline float4 read_quad(const float* vector, int quad) {
+__device__ inline float4 read_quad(uint32_t address) {
   float4 x;
   asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(shared_address(vector + 4 * quad)));
+               : "r"(address));
   return x;
+}
+__device__ inline float4 read_quad(const float* vector, int quad) {
+  return read_quad(shared_address(vector + 4 * quad));
 }
 
 __device__ inline float4 scaled(float4 x, float scale) {
@@ -116,6 +119,7 @@ struct HeadPlace {
 class VectorOfSlice {
  public:
   __device__ explicit VectorOfSlice(const float* vector) : vector_(vector) {}
+  __device__ float4 read(int i) const { return (*this)[i]; }
   __device__ float4 operator[](int i) const { return read_quad(vector_, threadIdx.x % 4 + 4 * i); }
 
  private:

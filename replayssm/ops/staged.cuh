@@ -39,14 +39,20 @@ class LaneQuads {
   const char *even_, *odd_;
 };
 
-// A lane's quads of a vector of numbers in shared memory.
+// A lane's quads of a vector of numbers in shared memory, which begins at a multiple of 128 bytes: neighbouring quads
+// of a lane differ in one bit of their addresses, so that one register is enough for all.
 class VectorQuads {
  public:
-  __device__ VectorQuads(const float* vector, int lane) : quads_(vector, lane) {}
-  __device__ float4 operator[](int i) const { return read_quad(reinterpret_cast<const float*>(quads_.at(i)), 0); }
+  __device__ VectorQuads(const float* vector, int lane)
+      : first_(shared_address(vector) + lane % 4 * 16 + (lane / 4 & 1) * 64) {}
+  __device__ float4 operator[](int i) const { return read_quad((first_ ^ i % 2 * 64) + i / 2 * 128); }
+  // Of the vector that begins so many numbers on.
+  __device__ VectorQuads operator+(int numbers) const { return VectorQuads(first_ + numbers * 4); }
 
  private:
-  LaneQuads<16> quads_;
+  __device__ explicit VectorQuads(uint32_t first) : first_(first) {}
+
+  uint32_t first_;
 };
 
 // A slice of K channels (padded) between memory, shared memory and registers. Its rows follow one another; in shared
@@ -107,18 +113,15 @@ struct StagedSlice {
     }
   }
 
-  // The slice's products with a vector of K in shared memory: of row r and of row r + 8.
-  __device__ void multiply(const float* vector, float& first, float& second) const {
+  // Adds to sums the products of rows r and r + 8 with a vector of K in shared memory.
+  __device__ void add_products(RowSums (&sums)[2], const float* vector) const {
     const VectorQuads quads(vector, fresh_thread() % 32);
-    RowSums sums[2];
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const float4 y = quads[i];
       sums[0].add(i, rows[0][i], y);
       sums[1].add(i, rows[1][i], y);
     }
-    first = sums[0].total();
-    second = sums[1].total();
   }
 
   // A query as add_shared takes it, in shared memory: K numbers; or, to be multiplied with halves, three vectors of K

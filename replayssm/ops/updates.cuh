@@ -23,30 +23,28 @@ __device__ inline float query_scale(float key_scale, int key_size) {
   return __fmul_rn(key_scale, __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(key_size))));
 }
 
-// A vector's quads of a lane in registers.
-template <int kQuads>
-struct KeptVector {
-  float4 quads[kQuads];
+// A vector that is read once: what has been read stays in registers.
+template <int kQuads, typename Vector>
+class KeptVector {
+ public:
+  __device__ explicit KeptVector(const Vector& vector) : vector_(vector) {}
+  __device__ float4 read(int i) { return quads_[i] = vector_[i]; }
+  __device__ float4 operator[](int i) const { return quads_[i]; }
 
-  template <typename Vector>
-  __device__ explicit KeptVector(const Vector& vector) {
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) quads[i] = vector[i];
-  }
-  __device__ float4 operator[](int i) const {
-    return quads[i];
-  }
+ private:
+  const Vector& vector_;
+  float4 quads_[kQuads];
 };
 
 // One token of the delta rule: decay, d = beta (v - S k^), S += d k^^T; v_first and v_second of a lane's two rows. The
-// key is read twice.
+// key is read twice, the first time by read().
 template <bool kPerChannel, typename Slice, typename Vector, typename Decays>
-__device__ void delta_update(Slice& slice, const Vector& k, const Decays& decays, float decay, float beta,
-                             float v_first, float v_second) {
+__device__ void delta_update(Slice& slice, Vector&& k, const Decays& decays, float decay, float beta, float v_first,
+                             float v_second) {
   RowSums sums[2];
 #pragma unroll
   for (int i = 0; i < Slice::kQuads; ++i) {
-    const float4 x = k[i];
+    const float4 x = k.read(i);
     const float4 a = kPerChannel ? decays[i] : make_float4(decay, decay, decay, decay);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
