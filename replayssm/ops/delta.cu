@@ -274,8 +274,8 @@ __device__ void run_recurrence(const DeltaUnit<T>& unit, int first, uint4* share
       __syncwarp();
       if (j + 1 < count) load(j + 1);
       const auto* v = reinterpret_cast<const T*>(record_values + i * (kSliceRows / 4)) + lane / 4;
-      delta_update<kPerChannel>(slice, VectorOfSlice(k), VectorOfSlice(decays), gates[i].decay, gates[i].beta,
-                                to_number(v[0]), to_number(v[8]));
+      delta_update<kPerChannel, /*kKeeps=*/false>(slice, VectorOfSlice(k), VectorOfSlice(decays), gates[i].decay,
+                                                  gates[i].beta, to_number(v[0]), to_number(v[8]));
       if (is_token) {
         float out[2];
         slice.multiply(q, out[0], out[1]);

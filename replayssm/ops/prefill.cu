@@ -86,9 +86,6 @@ struct HeldVector {
 #pragma unroll
     for (int i = 0; i < K / 16; ++i) quads[i] = reinterpret_cast<const float4*>(vector)[lane % 4 + 4 * i];
   }
-  __device__ float4 read(int i) const {
-    return quads[i];
-  }
   __device__ float4 operator[](int i) const {
     return quads[i];
   }
@@ -332,7 +329,8 @@ struct PrefillBlock {
       for (int s = 0; s < kSlices; ++s) {
         const float first = to_number(value[s * kSliceRows]), second = to_number(value[s * kSliceRows + 8]);
         if constexpr (kIsDelta)
-          delta_update<kPerChannel>(slices[s], of_key, decay, gate.decay, gate.strength, first, second);
+          delta_update<kPerChannel, /*kKeeps=*/false>(slices[s], of_key, decay, gate.decay, gate.strength, first,
+                                                      second);
         else
           mamba2_update(slices[s], of_key, gate.decay, __fmul_rn(gate.strength, first),
                         __fmul_rn(gate.strength, second));

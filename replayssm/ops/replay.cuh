@@ -139,10 +139,9 @@ struct ReplayBlock : ReplayAhead<kRecurrence, K, kForm, kAreWhole, kTokens, T> {
         const float decay = gate[0], strength = gate[args.plan.records];
         // Shared memory gives a multiprocessor 128 bytes a cycle: a key read twice a record would bound the walk.
         if constexpr (kPerChannel)
-          delta_update<true>(state, KeptVector<State::kQuads, VectorQuads>(key), key + to_decays, decay, strength,
-                             first, second);
+          delta_update<true, /*kKeeps=*/true>(state, key, key + to_decays, decay, strength, first, second);
         else if constexpr (kIsDelta)
-          delta_update<false>(state, KeptVector<State::kQuads, VectorQuads>(key), key, decay, strength, first, second);
+          delta_update<false, /*kKeeps=*/true>(state, key, key, decay, strength, first, second);
         else
           mamba2_update(state, key, decay, __fmul_rn(strength, first), __fmul_rn(strength, second));
       }

@@ -185,13 +185,11 @@ struct ReplayAhead {
     const int limit = args.rows.flush_limit != nullptr ? row[kLimitWord] : args.window;
     const int64_t base = int64_t{row[kBaseWord + 1]} << 32 | static_cast<uint32_t>(row[kBaseWord]);
     const bool will_flush = history + tokens() > args.window || history >= limit;
-    const auto is_in = [](int at, int64_t count) { return at >= 0 && at < count; };
     u.history = history;
     u.will_flush = will_flush;
     if (slot == kPaddingSlot) {
       u.kind = UnitKind::kPadding;
-    } else if (!(is_in(slot, args.slots) && is_in(in, args.checkpoints) && is_in(out, args.checkpoints) &&
-                 is_in(history, args.window + 1ll) && base >= 0)) {
+    } else if (!is_in_pool(slot, in, out, history, base, args.slots, args.checkpoints, args.window)) {
       u.kind = UnitKind::kOutside;
       if (in_row == 0 && !args.are_tokens_just_made) report_fault(args.fault, args.op, b, slot, in, out);
     } else {

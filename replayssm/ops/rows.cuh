@@ -109,6 +109,14 @@ struct Row {
   }
 };
 
+// Whether all that a row names is there.
+__device__ inline bool is_in_pool(int slot, int checkpoint_in, int checkpoint_out, int history, int64_t base,
+                                  int64_t slots, int64_t checkpoints, int window) {
+  const auto is_in = [](int index, int64_t count) { return index >= 0 && index < count; };
+  return is_in(slot, slots) && is_in(checkpoint_in, checkpoints) && is_in(checkpoint_out, checkpoints) &&
+         is_in(history, window + 1ll) && base >= 0;
+}
+
 // The ring position of a row's record 0. (32-bit remainders are several times faster, and a base passes 2^32 only in
 // sequences longer than any context.)
 __device__ inline int ring_start(int64_t base, int capacity) {
@@ -125,10 +133,8 @@ __device__ inline Row row_of(const StateRows& rows, int b, int64_t slots, int64_
   row.checkpoint_in = __ldg(rows.checkpoint_in + b);
   row.checkpoint_out = __ldg(rows.checkpoint_out + b);
   row.is_padding = row.slot == kPaddingSlot;
-  const auto is_in = [](int index, int64_t count) { return index >= 0 && index < count; };
-  row.is_outside =
-      !row.is_padding && !(is_in(row.slot, slots) && is_in(row.checkpoint_in, checkpoints) &&
-                           is_in(row.checkpoint_out, checkpoints) && is_in(row.history, window + 1ll) && base >= 0);
+  row.is_outside = !row.is_padding && !is_in_pool(row.slot, row.checkpoint_in, row.checkpoint_out, row.history, base,
+                                                  slots, checkpoints, window);
   row.start = ring_start(base, capacity);
   return row;
 }

@@ -119,7 +119,6 @@ struct HeadPlace {
 class VectorOfSlice {
  public:
   __device__ explicit VectorOfSlice(const float* vector) : vector_(vector) {}
-  __device__ float4 read(int i) const { return (*this)[i]; }
   __device__ float4 operator[](int i) const { return read_quad(vector_, threadIdx.x % 4 + 4 * i); }
 
  private:

@@ -23,28 +23,17 @@ __device__ inline float query_scale(float key_scale, int key_size) {
   return __fmul_rn(key_scale, __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(key_size))));
 }
 
-// A vector that is read once: what has been read stays in registers.
-template <int kQuads, typename Vector>
-class KeptVector {
- public:
-  __device__ explicit KeptVector(const Vector& vector) : vector_(vector) {}
-  __device__ float4 read(int i) { return quads_[i] = vector_[i]; }
-  __device__ float4 operator[](int i) const { return quads_[i]; }
-
- private:
-  const Vector& vector_;
-  float4 quads_[kQuads];
-};
-
 // One token of the delta rule: decay, d = beta (v - S k^), S += d k^^T; v_first and v_second of a lane's two rows. The
-// key is read twice, the first time by read().
-template <bool kPerChannel, typename Slice, typename Vector, typename Decays>
-__device__ void delta_update(Slice& slice, Vector&& k, const Decays& decays, float decay, float beta, float v_first,
-                             float v_second) {
+// key is read twice or, if kKeeps, once and stays in registers.
+template <bool kPerChannel, bool kKeeps, typename Slice, typename Vector, typename Decays>
+__device__ void delta_update(Slice& slice, const Vector& k, const Decays& decays, float decay, float beta,
+                             float v_first, float v_second) {
   RowSums sums[2];
+  float4 kept[kKeeps ? Slice::kQuads : 1];
 #pragma unroll
   for (int i = 0; i < Slice::kQuads; ++i) {
-    const float4 x = k.read(i);
+    const float4 x = k[i];
+    if constexpr (kKeeps) kept[i] = x;
     const float4 a = kPerChannel ? decays[i] : make_float4(decay, decay, decay, decay);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -56,7 +45,7 @@ __device__ void delta_update(Slice& slice, Vector&& k, const Decays& decays, flo
                       __fmul_rn(beta, __fsub_rn(v_second, sums[1].total()))};
 #pragma unroll
   for (int i = 0; i < Slice::kQuads; ++i) {
-    const float4 x = k[i];
+    const float4 x = kKeeps ? kept[kKeeps ? i : 0] : k[i];
 #pragma unroll
     for (int half = 0; half < 2; ++half) slice.rows[half][i] = multiply_added(x, d[half], slice.rows[half][i]);
   }
